@@ -1,0 +1,112 @@
+// From packed codes to tensor-core fragments: weights of one thread, one 16-column atom, one k16 step.
+//
+// A code masked in place is a subnormal number of the activation type, so one fused multiply-add gives (q - 8) * s with a single
+// rounding: no integer conversion, no bias subtraction. See docs/layout.md for the bit positions and stored scales.
+#pragma once
+#include "marlin_cutlass/params.h"
+#include "marlin_cutlass/prims.cuh"
+
+namespace marlin_cutlass {
+
+// Scales (and zero points) of fragment rows r and r + 8, both halves of each word equal.
+struct RowScales {
+  uint32_t scale[2];
+  uint32_t bias[2];  // symmetric: -8 * scale in weight units; zero points: the zero as a subnormal code
+};
+
+template <class E, int kGroupSize, bool kZeros> struct Dequantizer {
+  static constexpr bool kGrouped = kGroupSize > 0;
+  static constexpr bool kHasEntries = kGrouped || kZeros;
+  static constexpr int kGroupsPerBlock = kGrouped ? kBlockDepth / kGroupSize : 1;
+  static constexpr int kEntryBytes = kGrouped && kZeros ? 8 : 4;  // per fragment row pair
+  static constexpr int kAtomBytes = 8 * kEntryBytes;              // 8 row pairs of one atom
+  static constexpr int kGroupBytes = 4 * kAtomBytes;              // 4 atoms: entries of one group in one block
+  static constexpr int kBlockBytes = block_bytes(kGroupSize, kZeros);
+  // Codes of one thread per k64 half and per scale group: groups of 32 change scale every second k16 step.
+  static constexpr int kStepsPerGroup = kGrouped ? kGroupSize / 16 : 8;
+
+  struct Entry { uint32_t scales, zeros; };
+
+  MC_DEVICE static Entry load(smem_addr_t addr) {
+    if constexpr (!kHasEntries) return {0u, 0u};
+    else if constexpr (kEntryBytes == 8) {
+      const U32x2 v = ld_shared_u32x2(addr);
+      return {v.x, v.y};
+    } else {
+      const uint32_t v = ld_shared_u32(addr);
+      return {kGrouped ? v : 0u, kGrouped ? 0u : v};
+    }
+  }
+
+  MC_DEVICE static RowScales prepare(Entry e);
+
+  // Fragment a[0..3] of m16n8k16 / wgmma from the 8 codes in `w`.
+  MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a);
+
+ private:
+  MC_DEVICE static uint32_t convert(uint32_t x, uint32_t scale, uint32_t bias) {
+    if constexpr (kZeros) return mul2<E>(sub2<E>(x, bias), scale);
+    else return fma2<E>(x, scale, bias);
+  }
+  template <class T> struct Tag {};
+  MC_DEVICE static RowScales prepare(Entry e, Tag<F16>) {
+    RowScales s;
+    // Stored scales are s_n * 2^22 and s_n * 2^18; per column s_n is 2^-7 (the column scale acts in the epilogue).
+    s.scale[0] = kGrouped ? broadcast_low(e.scales) : 0x78007800u;
+    s.scale[1] = kGrouped ? broadcast_high(e.scales) : 0x68006800u;
+    if constexpr (kZeros) {
+      s.bias[0] = broadcast_low(e.zeros);
+      s.bias[1] = broadcast_high(e.zeros);
+    } else if constexpr (kGrouped) {
+      s.bias[0] = mul2<F16>(s.scale[0], 0x80208020u);  // * -2^-19
+      s.bias[1] = mul2<F16>(s.scale[1], 0x82008200u);  // * -2^-15
+    } else {
+      s.bias[0] = s.bias[1] = 0xac00ac00u;  // -8 * 2^-7
+    }
+    return s;
+  }
+  MC_DEVICE static RowScales prepare(Entry e, Tag<BF16>) {
+    RowScales s;
+    if constexpr (kGrouped) {  // to bf16(s_n) * 2^131, the weight of the lowest code bit position being 2^-131
+      const float low = half_low_to_float(e.scales) * 0x1p109f, high = half_high_to_float(e.scales) * 0x1p113f;
+      s.scale[0] = pack2<BF16>(low, low);
+      s.scale[1] = pack2<BF16>(high, high);
+    } else {
+      s.scale[0] = s.scale[1] = 0x7d807d80u;  // 2^-7 * 2^131
+    }
+    if constexpr (kZeros) {  // z << 2 and z << 6 as stored; both codes sit at bit 2 here
+      s.bias[0] = broadcast_low(e.zeros);
+      s.bias[1] = broadcast_high(e.zeros) >> 4;
+    } else if constexpr (kGrouped) {
+      s.bias[0] = mul2<BF16>(s.scale[0], 0x80208020u);  // * -2^-128
+      s.bias[1] = mul2<BF16>(s.scale[1], 0x80208020u);
+    } else {
+      s.bias[0] = s.bias[1] = 0xbd80bd80u;  // -8 * 2^-7
+    }
+    return s;
+  }
+  MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a, Tag<F16>) {
+    const uint32_t t = rotate_right(w, 8);
+    a[0] = convert(w & 0x003c003cu, s.scale[0], s.bias[0]);
+    a[1] = convert(w & 0x03c003c0u, s.scale[1], s.bias[1]);
+    a[2] = convert(t & 0x003c003cu, s.scale[0], s.bias[0]);
+    a[3] = convert(t & 0x03c003c0u, s.scale[1], s.bias[1]);
+  }
+  MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a, Tag<BF16>) {
+    a[0] = convert(w & 0x003c003cu, s.scale[0], s.bias[0]);
+    a[1] = convert((w >> 4) & 0x003c003cu, s.scale[1], s.bias[1]);
+    a[2] = convert(rotate_right(w, 8) & 0x003c003cu, s.scale[0], s.bias[0]);
+    a[3] = convert(rotate_right(w, 12) & 0x003c003cu, s.scale[1], s.bias[1]);
+  }
+};
+
+template <class E, int kGroupSize, bool kZeros>
+MC_DEVICE RowScales Dequantizer<E, kGroupSize, kZeros>::prepare(Entry e) {
+  return prepare(e, Tag<E>{});
+}
+template <class E, int kGroupSize, bool kZeros>
+MC_DEVICE void Dequantizer<E, kGroupSize, kZeros>::fragment(uint32_t w, const RowScales& s, uint32_t* a) {
+  fragment(w, s, a, Tag<E>{});
+}
+
+}  // namespace marlin_cutlass

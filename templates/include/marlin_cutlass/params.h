@@ -1,0 +1,41 @@
+// Launch arguments of every generated kernel: plain C++, shared by kernels, launcher and emulator.
+#pragma once
+#include <cstdint>
+
+namespace marlin_cutlass {
+
+// C[m, n] = A[m, k] @ W[k, n] * col_scale[n] + bias[n]
+struct GemmParams {
+  const void* a;            // [m, lda] fp16 or bf16
+  const uint8_t* weight;    // packed blocks, layout version 1 (docs/layout.md)
+  const float* col_scale;   // [n_blocks * 64]
+  const void* bias;         // [n] in C's type, or nullptr
+  void* c;                  // [m, ldc]
+  float* partials;          // workspace: fp32 partial tiles (decompositions that cross CTAs)
+  uint32_t* flags;          // workspace: zero before and after every launch
+  int64_t lda, ldc;         // row strides in elements
+  int32_t m, n, k;          // logical sizes
+  int32_t n_blocks;         // ceil(n / 64)
+  int32_t k_blocks;         // ceil(k / 128)
+  int32_t m_tiles, n_tiles; // tiles of C
+  int32_t k_steps;          // pipeline stages that cover k
+  int32_t raster;           // m-tiles per group of the tile order, >= 1
+  int32_t vector_store;     // 1 if C takes aligned 8-byte stores
+};
+
+constexpr int kBlockColumns = 64;     // columns of a packed block
+constexpr int kBlockDepth = 128;      // depth of a packed block
+constexpr int kBlockCodeBytes = 4096; // INT4 codes of a packed block
+constexpr int kSlackBlocks = 3;       // readable blocks behind the last one
+
+enum class Decomposition { kDataParallel, kStriped, kSplitK, kStreamK };
+
+// Bytes of scales and zero points behind the codes of one block.
+constexpr int scale_bytes(int group_size, bool zeros) {
+  return group_size < 0 ? (zeros ? 128 : 0) : (kBlockDepth / group_size) * (zeros ? 256 : 128);
+}
+constexpr int block_bytes(int group_size, bool zeros) {
+  return kBlockCodeBytes + scale_bytes(group_size, zeros);
+}
+
+}  // namespace marlin_cutlass

@@ -1,0 +1,164 @@
+// Hopper primitives (sm_90a): mbarrier, bulk and tensor copies, wgmma, clusters, programmatic dependent launch.
+#pragma once
+#include "marlin_cutlass/prims.cuh"
+#if defined(__CUDACC__)
+#include <cuda.h>
+
+#include "cute/arch/mma_sm90_gmma.hpp"
+
+namespace marlin_cutlass {
+
+using TensorMap = CUtensorMap;
+
+// ---- mbarrier ---------------------------------------------------------------------------------------------------
+MC_DEVICE void mbarrier_init(smem_addr_t bar, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine and to the cluster.
+MC_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+MC_DEVICE void mbarrier_arrive(smem_addr_t bar) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+MC_DEVICE void mbarrier_arrive_expect(smem_addr_t bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+// Arrives on the barrier at the same address in CTA `rank` of the cluster.
+MC_DEVICE void mbarrier_arrive_remote(smem_addr_t bar, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(bar), "r"(rank) : "memory");
+}
+MC_DEVICE bool mbarrier_try_wait(smem_addr_t bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
+// Waits for the phase of the given parity. The bounded counter with its trap is more than a watchdog: without it ptxas serialises the
+// wgmma around the wait (warning C7512).
+MC_DEVICE void mbarrier_wait(smem_addr_t bar, uint32_t parity) {
+  int tries = 0;
+  bool done;
+  do {
+    done = mbarrier_try_wait(bar, parity);
+    if (!done && ++tries > 8000000) trap();
+  } while (!done);
+}
+MC_DEVICE bool mbarrier_try_wait_cluster(smem_addr_t bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
+// As mbarrier_wait, acquiring what other CTAs of the cluster wrote.
+MC_DEVICE void mbarrier_wait_cluster(smem_addr_t bar, uint32_t parity) {
+  int tries = 0;
+  bool done;
+  do {
+    done = mbarrier_try_wait_cluster(bar, parity);
+    if (!done && ++tries > 8000000) trap();
+  } while (!done);
+}
+
+// ---- copies that complete on an mbarrier ------------------------------------------------------------------------
+MC_DEVICE uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+MC_DEVICE void bulk_load(smem_addr_t dst, const void* src, uint32_t bytes, smem_addr_t bar, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+}
+MC_DEVICE void tensor_map_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+MC_DEVICE void tensor_load_3d(smem_addr_t dst, const TensorMap* map, int x, int y, int z, smem_addr_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(dst),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(bar) : "memory");
+}
+// The same box into every CTA of the cluster named in `cta_mask`, completing on the barrier at the same offset in each.
+MC_DEVICE void tensor_load_3d_multicast(smem_addr_t dst, const TensorMap* map, int x, int y, int z, smem_addr_t bar, uint16_t cta_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;"
+      ::"r"(dst), "l"(map), "r"(x), "r"(y), "r"(z), "r"(bar), "h"(cta_mask) : "memory");
+}
+
+// ---- wgmma ------------------------------------------------------------------------------------------------------
+MC_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+MC_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending> MC_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+// Tells the compiler that an asynchronous wgmma may still write x.
+MC_DEVICE void wgmma_pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+
+// Descriptor of a K-major operand in the 128-byte swizzle: rows of 128 bytes, 8-row groups 1024 bytes apart (PTX ISA, matrix descriptor).
+// `low` is the address in 16-byte units; a k16 step adds 2.
+constexpr uint32_t kDescriptorHigh = 0x40000040u;  // stride offset 64 (x16 bytes), swizzle mode 1 = 128 bytes
+MC_DEVICE uint32_t descriptor_low(smem_addr_t addr) { return (1u << 16) | ((addr & 0x3ffffu) >> 4); }
+MC_DEVICE uint64_t make_descriptor(uint32_t low) {
+  uint64_t d;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low), "r"(kDescriptorHigh));
+  return d;
+}
+
+template <class E, int kN> struct WgmmaAtom;
+#define MC_WGMMA_ATOM(n)                                                                                                     \
+  template <> struct WgmmaAtom<F16, n> {                                                                                     \
+    using type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;      \
+  };                                                                                                                         \
+  template <> struct WgmmaAtom<BF16, n> {                                                                                    \
+    using type = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;    \
+  };
+MC_WGMMA_ATOM(8) MC_WGMMA_ATOM(16) MC_WGMMA_ATOM(24) MC_WGMMA_ATOM(32) MC_WGMMA_ATOM(48) MC_WGMMA_ATOM(64)
+MC_WGMMA_ATOM(96) MC_WGMMA_ATOM(128) MC_WGMMA_ATOM(192) MC_WGMMA_ATOM(256)
+#undef MC_WGMMA_ATOM
+
+template <int... kIndex> struct Indices {};
+template <int kCount, int... kIndex> struct MakeIndices : MakeIndices<kCount - 1, kCount - 1, kIndex...> {};
+template <int... kIndex> struct MakeIndices<0, kIndex...> { using type = Indices<kIndex...>; };
+
+template <class Atom, int kCount, int... kIndex>
+MC_DEVICE void wgmma_expand(float (&d)[kCount], const uint32_t* a, uint64_t b, Indices<kIndex...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]...);
+}
+// d[64 x kN] += a[64 x 16] (registers, one row fragment per warp) * b[16 x kN] (shared memory).
+template <class E, int kN> MC_DEVICE void wgmma_m64k16(float (&d)[kN / 2], const uint32_t* a, uint64_t b) {
+  wgmma_expand<typename WgmmaAtom<E, kN>::type>(d, a, b, typename MakeIndices<kN / 2>::type{});
+}
+
+// ---- roles and clusters -----------------------------------------------------------------------------------------
+MC_DEVICE bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected;
+}
+template <int kRegisters> MC_DEVICE void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+template <int kRegisters> MC_DEVICE void registers_decrease() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+MC_DEVICE uint32_t cluster_rank() {
+  uint32_t r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+MC_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+MC_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+MC_DEVICE void cluster_wait_unaligned() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// The address of `addr` in CTA `rank` of the cluster.
+MC_DEVICE uint32_t map_to_rank(smem_addr_t addr, uint32_t rank) {
+  uint32_t r;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(addr), "r"(rank));
+  return r;
+}
+// 16 bytes to another CTA's shared memory; counts on that CTA's barrier.
+MC_DEVICE void st_async_f32x4(uint32_t remote_dst, F32x4 v, uint32_t remote_bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote_dst),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_bar) : "memory");
+}
+
+// ---- programmatic dependent launch ------------------------------------------------------------------------------
+MC_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+MC_DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+}  // namespace marlin_cutlass
+#endif
