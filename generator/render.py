@@ -1,0 +1,84 @@
+"""From a Variant to its CUDA source: names and numbers only, every algorithm is in templates/include."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from generator import cutlass_types
+from generator.variant import Variant
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+INCLUDE = TEMPLATES / "include"
+
+DECOMPOSITION_TAG = {
+    "data_parallel": "kDataParallel",
+    "striped": "kStriped",
+    "split_k": "kSplitK",
+    "stream_k": "kStreamK",
+}
+
+
+@dataclass(frozen=True)
+class FamilySource:
+    """How the source of a family spells its one instantiation."""
+
+    header: str
+    config: str
+    entry: str
+    parameters: str
+    arguments: str
+
+
+_PARAMS = "const __grid_constant__ marlin_cutlass::GemmParams params"
+FAMILY_SOURCE = {
+    "ampere": FamilySource("ampere_kernel.cuh", "AmpereConfig", "ampere_gemm", _PARAMS, "params"),
+    "hopper": FamilySource(
+        "hopper_kernel.cuh",
+        "HopperConfig",
+        "hopper_gemm",
+        f"const __grid_constant__ marlin_cutlass::TensorMap map_a, {_PARAMS}",
+        "map_a, params",
+    ),
+}
+
+
+@functools.lru_cache(maxsize=1)
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    return environment.get_template("kernel.cu.jinja")
+
+
+def render(variant: Variant) -> str:
+    """Source of one kernel; the same text for the same variant, always."""
+    return _template().render(
+        variant=variant,
+        family=FAMILY_SOURCE[variant.family],
+        element=cutlass_types.element_tag(variant),
+        decomposition=DECOMPOSITION_TAG[variant.decomposition],
+        description=f"Operands and tile as cutlass_library names them: {cutlass_types.procedural_name(variant)}",
+    )
+
+
+def write_if_changed(path: Path, text: str) -> bool:
+    """Writes `text` aside and renames it, unless `path` already holds it. Returns whether it wrote."""
+    if path.is_file() and path.read_text() == text:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp makes private files
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return True

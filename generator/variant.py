@@ -1,0 +1,178 @@
+"""Variant: everything that is fixed when a kernel is compiled, and what follows from it.
+
+A Variant is a Geometry (tile sizes, warps, pipeline, decomposition) plus a format (activation type, zero points,
+group size). Names are bijective: `Variant.parse(v.name) == v`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, block_bytes, ceil_div, round_up
+
+FAMILIES = ("ampere", "hopper")
+DECOMPOSITIONS = {"data_parallel": "dp", "striped": "striped", "split_k": "split", "stream_k": "streamk"}
+HOPPER_ALIGNMENT = 128  # bytes: bulk copies and barriers start on their own line
+
+_NUMBER = r"[1-9]\d*"
+_NAME = re.compile(
+    r"w4a16_(?P<family>[a-z]+)_"
+    r"(?:(?P<dtype>bf16|f16)(?P<zeros>z?)_g(?P<group>col|[1-9]\d*)_)?"
+    rf"m(?P<m_tile>{_NUMBER})_n(?P<n_sm>{_NUMBER})k(?P<k_sm>{_NUMBER})_w(?P<warps_n>{_NUMBER})x(?P<warps_k>{_NUMBER})_"
+    rf"p(?P<stages>{_NUMBER})_(?P<decomposition>dp|striped|streamk|split(?P<split>{_NUMBER}))_c(?P<ctas>{_NUMBER})"
+)
+
+
+def _geometry_suffix(g: Geometry | Variant) -> str:
+    tag = DECOMPOSITIONS[g.decomposition]
+    if g.decomposition == "split_k":
+        tag += str(g.split)
+    return (
+        f"m{g.m_tile}_n{g.n_sm}k{g.k_sm}_w{g.warps_n}x{g.warps_k}_p{g.stages}_{tag}_c{g.ctas_per_sm}"
+    )
+
+
+def _parse(name: str, want_format: bool, what: str) -> re.Match:
+    match = _NAME.fullmatch(name)
+    if match is None or (match["dtype"] is not None) != want_format or match["family"] not in FAMILIES:
+        raise ValueError(f"{what} name={name!r} is malformed; an example is {_EXAMPLE[what]}")
+    return match
+
+
+def _geometry_fields(match: re.Match) -> dict:
+    tags = {tag: word for word, tag in DECOMPOSITIONS.items()}
+    numbers = ("m_tile", "n_sm", "k_sm", "warps_n", "warps_k", "stages")
+    return {
+        "family": match["family"],
+        **{key: int(match[key]) for key in numbers},
+        "decomposition": "split_k" if match["split"] else tags[match["decomposition"]],
+        "split": int(match["split"] or 1),
+        "ctas_per_sm": int(match["ctas"]),
+    }
+
+
+_EXAMPLE = {
+    "variant": "w4a16_hopper_f16_g128_m16_n256k128_w4x1_p5_dp_c2",
+    "geometry": "w4a16_hopper_m16_n256k128_w4x1_p5_dp_c2",
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A Variant without its format; dispatch rows name geometries."""
+
+    family: str
+    m_tile: int  # activation rows per tile
+    n_sm: int  # weight columns per tile
+    k_sm: int  # depth per pipeline stage
+    warps_n: int  # ampere: warps; hopper: consumer warpgroups
+    warps_k: int
+    stages: int
+    decomposition: str
+    split: int
+    ctas_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"w4a16_{self.family}_{_geometry_suffix(self)}"
+
+    @classmethod
+    def parse(cls, name: str) -> Geometry:
+        """Inverse of `name`; raises ValueError for anything else."""
+        return cls(**_geometry_fields(_parse(name, False, "geometry")))
+
+    def with_format(self, dtype: str, zeros: bool, group_size: int) -> Variant:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Variant(dtype=dtype, zeros=zeros, group_size=group_size, **values)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel. `generator.legality.why_not` says whether it can exist on an architecture."""
+
+    family: str
+    dtype: str  # "f16" or "bf16": activations and output
+    zeros: bool
+    group_size: int  # 32, 64, 128, or -1: one scale per column
+    m_tile: int
+    n_sm: int
+    k_sm: int
+    warps_n: int
+    warps_k: int
+    stages: int
+    decomposition: str
+    split: int
+    ctas_per_sm: int
+
+    @property
+    def name(self) -> str:
+        group = "col" if self.group_size == -1 else self.group_size
+        z = "z" if self.zeros else ""
+        return f"w4a16_{self.family}_{self.dtype}{z}_g{group}_{_geometry_suffix(self)}"
+
+    @property
+    def symbol(self) -> str:
+        """The extern "C" name of the kernel."""
+        return self.name
+
+    @classmethod
+    def parse(cls, name: str) -> Variant:
+        """Inverse of `name`; raises ValueError for anything else."""
+        match = _parse(name, True, "variant")
+        group = -1 if match["group"] == "col" else int(match["group"])
+        format = {"dtype": match["dtype"], "zeros": match["zeros"] == "z", "group_size": group}
+        return cls(**format, **_geometry_fields(match))
+
+    def geometry(self) -> Geometry:
+        return Geometry(**{f.name: getattr(self, f.name) for f in fields(Geometry)})
+
+    def with_format(self, dtype: str, zeros: bool, group_size: int) -> Variant:
+        return self.geometry().with_format(dtype, zeros, group_size)
+
+    # ---- derived: the C++ Config computes the same numbers and the rendered source asserts that ----
+
+    @property
+    def cluster(self) -> int:
+        """Blocks per cluster: on Hopper a split over k is one cluster that reduces in shared memory."""
+        return self.split if self.family == "hopper" and self.decomposition == "split_k" else 1
+
+    @property
+    def moves_registers(self) -> bool:
+        """Hopper: a full producer warpgroup hands its registers to the consumers (setmaxnreg)."""
+        return self.ctas_per_sm == 1 and self.warps_n * self.warps_k in (2, 4)
+
+    @property
+    def threads(self) -> int:
+        if self.family == "ampere":
+            return 32 * self.warps_n * self.warps_k
+        return 128 * self.warps_n * self.warps_k + (128 if self.moves_registers else 64)
+
+    @property
+    def blocks_per_stage(self) -> int:
+        """Packed 64 x 128 blocks that one stage holds (ampere, k_sm = 64: half blocks, hence the ceiling)."""
+        return (self.n_sm // BLOCK_COLUMNS) * ceil_div(self.k_sm, BLOCK_DEPTH)
+
+    @property
+    def stage_bytes(self) -> int:
+        activations = self.m_tile * self.k_sm * 2
+        weights = self.blocks_per_stage * block_bytes(self.group_size, self.zeros)
+        if self.family == "hopper":
+            return activations + round_up(weights, HOPPER_ALIGNMENT)
+        return activations + weights
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block, bytes."""
+        if self.family == "ampere":
+            return self.stages * self.stage_bytes
+        return self.stages * self.stage_bytes + self._hopper_reduction_bytes() + self._hopper_barrier_bytes()
+
+    def _hopper_reduction_bytes(self) -> int:
+        """Partial sums of the k groups, and what the other CTAs of a cluster send to this one."""
+        k_groups = (self.warps_k - 1) * self.n_sm * self.m_tile * 4
+        owned = ceil_div(self.n_sm // BLOCK_COLUMNS, self.cluster)  # 64-row blocks a CTA owns
+        return k_groups + owned * (self.cluster - 1) * BLOCK_COLUMNS * self.m_tile * 4
+
+    def _hopper_barrier_bytes(self) -> int:
+        return round_up(8 * (2 * self.stages + self.n_sm // BLOCK_COLUMNS + 2), HOPPER_ALIGNMENT)
