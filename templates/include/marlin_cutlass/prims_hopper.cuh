@@ -4,6 +4,7 @@
 #if defined(__CUDACC__)
 #include <cuda.h>
 
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // 24 and 48 columns
 #include "cute/arch/mma_sm90_gmma.hpp"
 
 namespace marlin_cutlass {

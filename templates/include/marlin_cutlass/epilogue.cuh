@@ -1,0 +1,49 @@
+// From fp32 sums of one 16-column atom to C: scale, bias, one rounding, full-sector stores.
+#pragma once
+#include "marlin_cutlass/params.h"
+#include "marlin_cutlass/prims.cuh"
+
+namespace marlin_cutlass {
+
+// What a lane needs to finish its two fragment rows of one atom.
+struct ColumnFactors { float scale[2], bias[2]; };
+
+// Fragment rows lane/4 and lane/4 + 8 of an atom are its columns `first` and `first + 2` (row permutation of layout version 1).
+MC_DEVICE int first_column(int lane) {
+  const int row = lane >> 2;
+  return 2 * row - (row & 1);
+}
+
+template <class E> MC_DEVICE ColumnFactors load_column_factors(const GemmParams& p, int atom_column, int lane) {
+  ColumnFactors f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int column = atom_column + first_column(lane) + 2 * i;
+    const bool inside = column < p.n;
+    f.scale[i] = inside ? ld_global_f32(p.col_scale + column) : 0.f;
+    f.bias[i] = inside && p.bias != nullptr ? ld_global_element<E>(p.bias, column) : 0.f;
+  }
+  return f;
+}
+
+// Sums d of 16 columns x 8 activation rows (an m16n8 accumulator) to C rows row0 .. row0 + 7.
+template <class E>
+MC_DEVICE void store_atom(const GemmParams& p, const float* d, const ColumnFactors& f, int row0, int atom_column, int lane) {
+  // A transpose gives each lane one row and four neighbouring columns: 8 bytes, four lanes a 32-byte sector.
+  U32x2 v;
+  v.x = movmatrix_trans(pack2<E>(d[0] * f.scale[0] + f.bias[0], d[1] * f.scale[0] + f.bias[0]));
+  v.y = movmatrix_trans(pack2<E>(d[2] * f.scale[1] + f.bias[1], d[3] * f.scale[1] + f.bias[1]));
+  const int row = row0 + (lane >> 2), column = atom_column + (lane & 3) * 4;
+  if (row >= p.m || column >= p.n) return;
+  uint16_t* out = static_cast<uint16_t*>(p.c) + row * p.ldc + column;
+  if (p.vector_store) {
+    st_global_u32x2(out, v);
+  } else {
+    const uint32_t e[4] = {v.x, v.x >> 16, v.y, v.y >> 16};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (column + i < p.n) st_global_u16(out + i, e[i]);
+  }
+}
+
+}  // namespace marlin_cutlass

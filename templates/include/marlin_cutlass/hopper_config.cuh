@@ -1,0 +1,81 @@
+// What a Hopper variant fixes at compile time, and where things lie in shared memory.
+#pragma once
+#include "marlin_cutlass/dequant.cuh"
+#include "marlin_cutlass/params.h"
+
+namespace marlin_cutlass {
+
+template <class Element_, int kGroupSize_, bool kZeros_, int kMTile_, int kNSm_, int kKSm_, int kWarpgroupsN_, int kWarpgroupsK_,
+          int kStages_, Decomposition kDecomposition_, int kSplit_, int kCtasPerSm_>
+struct HopperConfig {
+  using Element = Element_;
+  using Dequant = Dequantizer<Element_, kGroupSize_, kZeros_>;
+  static constexpr int kGroupSize = kGroupSize_, kMTile = kMTile_, kNSm = kNSm_, kKSm = kKSm_;
+  static constexpr int kWarpgroupsN = kWarpgroupsN_, kWarpgroupsK = kWarpgroupsK_, kStages = kStages_;
+  static constexpr Decomposition kDecomposition = kDecomposition_;
+  static constexpr int kSplit = kSplit_, kCtasPerSm = kCtasPerSm_;
+  static constexpr bool kCluster = kDecomposition == Decomposition::kSplitK;
+
+  static constexpr int kColumnBlocks = kNSm / kBlockColumns;             // packed blocks across the tile
+  static constexpr int kDepthBlocks = kKSm / kBlockDepth;                // packed blocks down a stage
+  static constexpr int kRowBlocks = kColumnBlocks / kWarpgroupsN;        // 64-column blocks of one warpgroup
+  static constexpr int kChunks = kRowBlocks * kMTile / 8;                // m16n8 accumulators of one warp
+  static constexpr int kConsumerWarpgroups = kWarpgroupsN * kWarpgroupsK;
+  static constexpr int kConsumerThreads = 128 * kConsumerWarpgroups;
+
+  // Registers move from the producer to the consumers where a whole producer warpgroup pays for itself. Pools are per SM quarter:
+  // launch registers x threads must cover the sum (2 consumer warpgroups: 168 x 384, 4: 96 x 640).
+  static constexpr bool kMoveRegisters = kCtasPerSm == 1 && (kConsumerWarpgroups == 2 || kConsumerWarpgroups == 4);
+  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 2 ? 232 : 112;
+  static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32;
+  static constexpr int kThreads = kConsumerThreads + (kMoveRegisters ? 128 : 64);
+  static constexpr int kRegisterCap = kMoveRegisters ? kConsumerRegisters : 65536 / (kCtasPerSm * kThreads) / 8 * 8;
+
+  // k16 steps of one commit group: four, or two where registers are short.
+  static constexpr int kBatch = kRowBlocks * kMTile / 2 + 68 <= kRegisterCap ? 4 : 2;
+  // Second argument of __launch_bounds__: setmaxnreg needs the 1. Otherwise none: with a minimum of blocks ptxas 13.0 serialises wgmma
+  // (C7512) though the registers suffice; build.py checks afterwards that kCtasPerSm CTAs fit.
+  static constexpr int kMinBlocks = kMoveRegisters ? 1 : 0;
+  // A warpgroup holds the stage it reads and the one before; with fewer stages it must drain before it releases.
+  static constexpr bool kLookahead = kStages >= 2 * kWarpgroupsK;
+
+  // Shared memory: activations (1024-byte aligned for the swizzle), weights, reduction buffers, barriers.
+  static constexpr int kActivationBytes = kMTile * kKSm * 2;             // of one stage: [k_sm / 64][m_tile][128 bytes]
+  static constexpr int kBlockRowBytes = kDepthBlocks * Dequant::kBlockBytes;  // one block column of a stage, contiguous in memory
+  static constexpr int kWeightBytes = (kColumnBlocks * kBlockRowBytes + 127) / 128 * 128;
+  static constexpr int kWeightOffset = kStages * kActivationBytes;
+  static constexpr int kReduceOffset = kWeightOffset + kStages * kWeightBytes;
+  static constexpr int kGroupReduceBytes = (kWarpgroupsK - 1) * kNSm * kMTile * 4;
+  static constexpr int kOwnedChunks = (kChunks + kSplit - 1) / kSplit;   // chunks that one CTA of a cluster finishes
+  static constexpr int kReceiveBytes = kCluster ? (kSplit - 1) * kWarpgroupsN * kOwnedChunks * 2048 : 0;
+  static constexpr int kReceiveOffset = kReduceOffset + kGroupReduceBytes;
+  static constexpr int kBarrierOffset = kReceiveOffset + kReceiveBytes;
+  static constexpr int kBarrierBytes = (8 * (2 * kStages + kWarpgroupsN) + 127) / 128 * 128;
+  static constexpr int kSharedBytes = kBarrierOffset + kBarrierBytes;
+
+  static_assert(kColumnBlocks % kWarpgroupsN == 0, "a warpgroup takes whole 64-column blocks");
+  static_assert(kKSm % kBlockDepth == 0, "a stage holds whole blocks");
+  static_assert(kStages % kWarpgroupsK == 0, "every stage belongs to one k group of warpgroups");
+  static_assert(kActivationBytes % 1024 == 0 && kMTile % 8 == 0 && kMTile <= 256, "m_tile must be a multiple of 8 up to 256");
+  static_assert(kCluster || kSplit == 1, "only split_k uses a cluster");
+  static_assert(kDecomposition != Decomposition::kStriped, "the Hopper family calls contiguous ranges stream_k");
+
+  MC_DEVICE static smem_addr_t full(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * stage; }
+  MC_DEVICE static smem_addr_t empty(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * (kStages + stage); }
+  MC_DEVICE static smem_addr_t received(smem_addr_t base, int warpgroup) { return base + kBarrierOffset + 8 * (2 * kStages + warpgroup); }
+};
+
+// Position in the ring of stages.
+template <int kStages> struct RingPosition {
+  int stage = 0;
+  uint32_t phase = 0;
+  MC_DEVICE void advance(int by = 1) {
+    stage += by;
+    if (stage >= kStages) {
+      stage -= kStages;
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace marlin_cutlass

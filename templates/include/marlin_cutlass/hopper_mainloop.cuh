@@ -1,0 +1,146 @@
+// The consumer's main loop: packed codes from shared memory to fragments to wgmma, one 64 x 64 piece of weights (a "quad": four k16 steps)
+// after the other, with the next quad's codes already on their way.
+#pragma once
+#include "marlin_cutlass/hopper_config.cuh"
+#include "marlin_cutlass/prims_hopper.cuh"
+
+namespace marlin_cutlass {
+
+template <class C> struct HopperMainloop {
+  using D = typename C::Dequant;
+  static constexpr int kQuads = C::kDepthBlocks * C::kRowBlocks * 2;  // quads of one stage, order: depth block, row block, half
+  static constexpr int kEntriesPerQuad = C::kGroupSize == 32 ? 2 : 1;
+
+  float acc[C::kRowBlocks][C::kMTile / 2];
+
+  MC_DEVICE HopperMainloop(smem_addr_t base, int warpgroup_n, int warpgroup_k) : base_(base) {
+    const int warp = warp_index() & 3, lane = lane_index();
+    const smem_addr_t weights = base + C::kWeightOffset + warpgroup_n * C::kRowBlocks * C::kBlockRowBytes;
+    codes_ = weights + warp * 512 + lane * 16;
+    entries_ = weights + kBlockCodeBytes + warp * D::kAtomBytes + (lane >> 2) * D::kEntryBytes;
+    descriptor_ = uniform(descriptor_low(base));
+    ring_.stage = warpgroup_k;
+  }
+
+  // Sums `steps` stages of this warpgroup into acc.
+  MC_DEVICE void run(int steps) {
+#pragma unroll
+    for (int r = 0; r < C::kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < C::kMTile / 2; ++i) acc[r][i] = 0.f;
+    if (steps > 0) {
+      mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
+      load_quad<0>(ring_.stage);
+    }
+    for (int left = steps; left > 0; --left) stage(left > 1);
+    wgmma_wait<0>();
+#pragma unroll
+    for (int r = 0; r < C::kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < C::kMTile / 2; ++i) wgmma_pin(acc[r][i]);
+    release_held();
+  }
+
+  // Skips stages that belong to other k groups at the end of a tile: keeps the ring position in step with the producers.
+  MC_DEVICE int ring_stage() const { return ring_.stage; }
+
+ private:
+  MC_DEVICE void release(int stage) {
+    if (lane_index() == 0) mbarrier_arrive(C::empty(base_, stage));
+  }
+  MC_DEVICE void release_held() {
+    if (held_ >= 0) release(held_);
+    held_ = -1;
+  }
+
+  template <int kQuad> MC_DEVICE void load_quad(int stage) {
+    constexpr int kDepth = kQuad / (2 * C::kRowBlocks), kRow = kQuad / 2 % C::kRowBlocks, kHalf = kQuad % 2;
+    constexpr int kBlock = kRow * C::kBlockRowBytes + kDepth * D::kBlockBytes;
+    const int at = stage * C::kWeightBytes;
+    codes_next_ = ld_shared_u32x4(codes_ + at + kBlock + kHalf * 2048);
+    if constexpr (D::kHasEntries) {
+      if constexpr (C::kGroupSize == 32) {
+        entry_next_[0] = D::load(entries_ + at + kBlock + (2 * kHalf) * D::kGroupBytes);
+        entry_next_[1] = D::load(entries_ + at + kBlock + (2 * kHalf + 1) * D::kGroupBytes);
+      } else if constexpr (C::kGroupSize == 64) {
+        entry_next_[0] = D::load(entries_ + at + kBlock + kHalf * D::kGroupBytes);
+      } else if constexpr (kHalf == 0) {  // one group, or per-column zero points, for the whole block
+        entry_next_[0] = D::load(entries_ + at + kBlock);
+      }
+    }
+  }
+
+  template <int kQuad> MC_DEVICE void quads(int stage, bool more) {
+    if constexpr (kQuad < kQuads) {
+      quad<kQuad>(stage, more);
+      quads<kQuad + 1>(stage, more);
+    }
+  }
+
+  template <int kQuad> MC_DEVICE void quad(int stage, bool more) {
+    constexpr int kDepth = kQuad / (2 * C::kRowBlocks), kRow = kQuad / 2 % C::kRowBlocks, kHalf = kQuad % 2;
+    const U32x4 codes = codes_next_;
+    if constexpr (kHalf == 0 || C::kGroupSize == 64 || C::kGroupSize == 32) {
+      scales_[0] = D::prepare(entry_next_[0]);
+      if constexpr (kEntriesPerQuad == 2) scales_[1] = D::prepare(entry_next_[1]);
+    }
+    if constexpr (kQuad + 1 < kQuads) load_quad<kQuad + 1>(stage);
+    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    const uint32_t descriptor = descriptor_ + stage * (C::kActivationBytes / 16) + (kDepth * 2 + kHalf) * (C::kMTile * 8);
+#pragma unroll
+    for (int b = 0; b < 4 / C::kBatch; ++b) {
+      constexpr int kBatch = C::kBatch;
+      uint32_t(&fragments)[4 * kBatch] = fragments_[(kQuad * (4 / kBatch) + b) % 2];
+#pragma unroll
+      for (int s = 0; s < kBatch; ++s) {
+        const int step = b * kBatch + s;
+        D::fragment(words[step], scales_[kEntriesPerQuad == 2 ? step / 2 : 0], &fragments[4 * s]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int s = 0; s < kBatch; ++s)
+        wgmma_m64k16<typename C::Element, C::kMTile>(acc[kRow], &fragments[4 * s], make_descriptor(descriptor + 2 * (b * kBatch + s)));
+      wgmma_commit();
+      if (b == 4 / kBatch - 1) {
+        if constexpr (kQuad + 1 == kQuads && C::kLookahead) prefetch_next_stage(more);
+      }
+      wgmma_wait<1>();
+      if (kQuad == 0 && b == 0) release_held();  // every wgmma of the stage before has finished
+    }
+  }
+
+  MC_DEVICE void prefetch_next_stage(bool more) {
+    if (!more) return;
+    RingPosition<C::kStages> next = ring_;
+    next.advance(C::kWarpgroupsK);
+    mbarrier_wait(C::full(base_, next.stage), next.phase);
+    load_quad<0>(next.stage);
+  }
+
+  MC_DEVICE void stage(bool more) {
+    const int current = ring_.stage;
+    quads<0>(current, more);
+    ring_.advance(C::kWarpgroupsK);
+    if constexpr (C::kLookahead) {
+      held_ = current;
+    } else {
+      wgmma_wait<0>();
+      release(current);
+      if (more) {
+        mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
+        load_quad<0>(ring_.stage);
+      }
+    }
+  }
+
+  smem_addr_t base_, codes_, entries_;
+  uint32_t descriptor_;
+  RingPosition<C::kStages> ring_;
+  int held_ = -1;
+  U32x4 codes_next_;
+  typename D::Entry entry_next_[kEntriesPerQuad];
+  RowScales scales_[kEntriesPerQuad];
+  uint32_t fragments_[2][4 * C::kBatch];
+};
+
+}  // namespace marlin_cutlass

@@ -1,0 +1,54 @@
+// The producer warps: one streams packed weights, one streams activations, into the same ring of stages.
+#pragma once
+#include "marlin_cutlass/hopper_config.cuh"
+#include "marlin_cutlass/prims_hopper.cuh"
+#include "marlin_cutlass/tile_order.cuh"
+
+namespace marlin_cutlass {
+
+// Weights do not depend on the previous kernel: they start before it has ended. Once the ring is full the warp sleeps until then, so that a
+// long previous kernel is not mistaken for a stuck pipeline.
+template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& p, smem_addr_t base, Loop loop) {
+  const uint64_t policy = evict_first_policy();
+  const int64_t block_row = static_cast<int64_t>(p.k_blocks) * C::Dequant::kBlockBytes;
+  RingPosition<C::kStages> ring;
+  int issued = 0;
+  Segment s;
+  while (loop.next(s)) {
+    const int first_block = tile_index(p, s.tile).n * C::kColumnBlocks;
+    for (int step = s.k_begin; step < s.k_end; ++step) {
+      if (issued++ == C::kStages) wait_for_previous_grid();
+      mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
+      const smem_addr_t full = C::full(base, ring.stage);
+      mbarrier_arrive_expect(full, C::kColumnBlocks * C::kBlockRowBytes);
+      const smem_addr_t dst = base + C::kWeightOffset + ring.stage * C::kWeightBytes;
+      const uint8_t* src = p.weight + static_cast<int64_t>(step) * C::kBlockRowBytes;
+#pragma unroll
+      for (int i = 0; i < C::kColumnBlocks; ++i) {
+        const int block = first_block + i < p.n_blocks ? first_block + i : p.n_blocks - 1;  // past the edge: read, never stored
+        bulk_load(dst + i * C::kBlockRowBytes, src + block * block_row, C::kBlockRowBytes, full, policy);
+      }
+      ring.advance();
+    }
+  }
+}
+
+template <class C, class Loop>
+MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, Loop loop) {
+  wait_for_previous_grid();
+  RingPosition<C::kStages> ring;
+  Segment s;
+  while (loop.next(s)) {
+    const int row = tile_index(p, s.tile).m * C::kMTile;
+    for (int step = s.k_begin; step < s.k_end; ++step) {
+      mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
+      const smem_addr_t full = C::full(base, ring.stage);
+      mbarrier_arrive_expect(full, C::kActivationBytes);
+      // Rows and depth outside A arrive as zeros and count their bytes.
+      tensor_load_3d(base + ring.stage * C::kActivationBytes, &map_a, 0, row, step * (C::kKSm / 64), full);
+      ring.advance();
+    }
+  }
+}
+
+}  // namespace marlin_cutlass

@@ -1,0 +1,126 @@
+// Sums that cross warpgroups, CTAs of a cluster, or CTAs of the grid: fp32, in a fixed order.
+#pragma once
+#include "marlin_cutlass/hopper_config.cuh"
+#include "marlin_cutlass/prims_hopper.cuh"
+#include "marlin_cutlass/tile_order.cuh"
+
+namespace marlin_cutlass {
+
+// Accumulators travel as chunks: 4 floats a thread, 2048 bytes a warpgroup.
+constexpr int kChunkBytes = 2048;
+
+template <class C> using Accumulators = float[C::kRowBlocks][C::kMTile / 2];
+
+template <class C> MC_DEVICE float* chunk_of(Accumulators<C>& acc, int chunk) {
+  return &acc[chunk / (C::kMTile / 8)][chunk % (C::kMTile / 8) * 4];
+}
+MC_DEVICE F32x4 as_vector(const float* a) { return {a[0], a[1], a[2], a[3]}; }
+MC_DEVICE void add_to(float* a, F32x4 v) {
+  a[0] += v.x;
+  a[1] += v.y;
+  a[2] += v.z;
+  a[3] += v.w;
+}
+
+// ---- warpgroups along k -----------------------------------------------------------------------------------------
+// Group 0 adds the others in order; returns whether this warpgroup keeps the sum.
+template <class C> MC_DEVICE bool reduce_k_groups(Accumulators<C>& acc, smem_addr_t base, int group_n, int group_k, bool reused) {
+  constexpr int kBarrierStored = 1, kBarrierFree = 2;
+  const smem_addr_t mine = base + C::kReduceOffset + group_n * C::kChunks * kChunkBytes + (thread_index() & 127) * 16;
+  constexpr int kGroupStride = C::kWarpgroupsN * C::kChunks * kChunkBytes;
+  if (reused) named_barrier_sync(kBarrierFree, C::kConsumerThreads);  // the previous tile's buffers have been read
+  if (group_k > 0) {
+#pragma unroll
+    for (int i = 0; i < C::kChunks; ++i)
+      st_shared_f32x4(mine + (group_k - 1) * kGroupStride + i * kChunkBytes, as_vector(chunk_of<C>(acc, i)));
+  }
+  named_barrier_sync(kBarrierStored, C::kConsumerThreads);
+  if (group_k > 0) return false;
+#pragma unroll
+  for (int g = 0; g < C::kWarpgroupsK - 1; ++g)
+#pragma unroll
+    for (int i = 0; i < C::kChunks; ++i) add_to(chunk_of<C>(acc, i), ld_shared_f32x4(mine + g * kGroupStride + i * kChunkBytes));
+  return true;
+}
+
+// ---- CTAs of a cluster ------------------------------------------------------------------------------------------
+// Every CTA finishes a share of the chunks of each warpgroup and receives that share from the others.
+template <class C> MC_DEVICE int chunk_owner(int chunk) { return chunk / C::kOwnedChunks; }
+template <class C> MC_DEVICE bool owns_chunk(int chunk, uint32_t rank) {
+  if constexpr (!C::kCluster) return true;
+  return chunk_owner<C>(chunk) == static_cast<int>(rank);
+}
+template <class C> MC_DEVICE int owned_chunks(int rank) {
+  const int left = C::kChunks - rank * C::kOwnedChunks;
+  return left < 0 ? 0 : left < C::kOwnedChunks ? left : C::kOwnedChunks;
+}
+template <class C> MC_DEVICE void arm_receive_barriers(smem_addr_t base, uint32_t rank) {
+  const int bytes = (C::kSplit - 1) * owned_chunks<C>(rank) * kChunkBytes;
+  if (bytes > 0)
+    for (int w = 0; w < C::kWarpgroupsN; ++w) mbarrier_arrive_expect(C::received(base, w), bytes);
+}
+// Chunk `i` (counted within its owner's share) of sender number `sender` (ranks without the owner, ascending).
+template <class C> MC_DEVICE smem_addr_t receive_slot(smem_addr_t base, int group_n, int sender, int i) {
+  return base + C::kReceiveOffset + ((sender * C::kWarpgroupsN + group_n) * C::kOwnedChunks + i) * kChunkBytes + (thread_index() & 127) * 16;
+}
+template <class C> MC_DEVICE void reduce_cluster(Accumulators<C>& acc, smem_addr_t base, int group_n, uint32_t rank) {
+  cluster_wait_unaligned();  // every CTA of the cluster runs and has armed its barriers
+  const int me = static_cast<int>(rank);
+#pragma unroll
+  for (int i = 0; i < C::kChunks; ++i) {
+    const int owner = chunk_owner<C>(i);
+    if (owner == me) continue;
+    const int sender = me < owner ? me : me - 1;
+    const uint32_t dst = map_to_rank(receive_slot<C>(base, group_n, sender, i % C::kOwnedChunks), owner);
+    st_async_f32x4(dst, as_vector(chunk_of<C>(acc, i)), map_to_rank(C::received(base, group_n), owner));
+  }
+  if (owned_chunks<C>(me) == 0) return;
+  mbarrier_wait_cluster(C::received(base, group_n), 0);
+  // Ascending rank, whoever owns the chunk: the owner's own sum takes its place in the order.
+#pragma unroll
+  for (int i = 0; i < C::kChunks; ++i) {
+    if (chunk_owner<C>(i) != me) continue;
+    float* mine = chunk_of<C>(acc, i);
+    if constexpr (C::kSplit == 2) {
+      add_to(mine, ld_shared_f32x4(receive_slot<C>(base, group_n, 0, i % C::kOwnedChunks)));
+    } else {
+      float sum[4] = {0.f, 0.f, 0.f, 0.f};
+      for (int r = 0; r < C::kSplit; ++r)
+        add_to(sum, r == me ? as_vector(mine) : ld_shared_f32x4(receive_slot<C>(base, group_n, r < me ? r : r - 1, i % C::kOwnedChunks)));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) mine[j] = sum[j];
+    }
+  }
+}
+
+// ---- CTAs that share a tile by contiguous ranges (stream-K) -----------------------------------------------------
+// The CTA that holds a tile's first k step adds the partial sums of the CTAs behind it, ascending, and clears their flags. A CTA hands over at
+// most one partial sum, and does so before it can wait for anybody: all ranges make progress as long as the grid is resident.
+template <class C> MC_DEVICE bool reduce_ranges(const GemmParams& p, Accumulators<C>& acc, const Segment& s, int group_n) {
+  const int thread = thread_index() & 127, cta = block_index();
+  const int barrier = 3 + group_n;
+  auto slot = [&](int c) { return p.partials + ((static_cast<int64_t>(c) * C::kWarpgroupsN + group_n) * C::kChunks * 128 + thread) * 4; };
+  if (s.k_begin != 0) {
+    float* out = slot(cta);
+#pragma unroll
+    for (int i = 0; i < C::kChunks; ++i) st_global_cg_f32x4(out + i * 512, as_vector(chunk_of<C>(acc, i)));
+    named_barrier_sync(barrier, 128);
+    if (thread == 0) st_release(p.flags + cta * C::kWarpgroupsN + group_n, 1u);
+    return false;
+  }
+  if (s.k_end == p.k_steps) return true;
+  const int total = p.m_tiles * p.n_tiles * p.k_steps, tile_end = (s.tile + 1) * p.k_steps;
+  int last = cta + 1;  // CTAs cta + 1 .. last - 1 hold the rest of the tile
+  while (last < grid_size() && range_begin(total, last, grid_size()) < tile_end) ++last;
+  for (int c = cta + 1 + thread; c < last; c += 128) wait_flag(p.flags + c * C::kWarpgroupsN + group_n, 1u);
+  named_barrier_sync(barrier, 128);
+  for (int c = cta + 1 + thread; c < last; c += 128) st_release(p.flags + c * C::kWarpgroupsN + group_n, 0u);
+  for (int c = cta + 1; c < last; ++c) {
+    const float* in = slot(c);
+#pragma unroll
+    for (int i = 0; i < C::kChunks; ++i) add_to(chunk_of<C>(acc, i), ld_global_cg_f32x4(in + i * 512));
+  }
+  return true;
+}
+
+}  // namespace marlin_cutlass
