@@ -33,17 +33,19 @@ class FamilySource:
     entry: str
     parameters: str
     arguments: str
+    min_blocks: str  # second argument of __launch_bounds__
 
 
 _PARAMS = "const __grid_constant__ marlin_cutlass::GemmParams params"
 FAMILY_SOURCE = {
-    "ampere": FamilySource("ampere_kernel.cuh", "AmpereConfig", "ampere_gemm", _PARAMS, "params"),
+    "ampere": FamilySource("ampere_kernel.cuh", "AmpereConfig", "ampere_gemm", _PARAMS, "params", "Config::kCtasPerSm"),
     "hopper": FamilySource(
         "hopper_kernel.cuh",
         "HopperConfig",
         "hopper_gemm",
         f"const __grid_constant__ marlin_cutlass::TensorMap map_a, {_PARAMS}",
         "map_a, params",
+        "Config::kMinBlocks",
     ),
 }
 
