@@ -19,7 +19,7 @@ WARPS_K = {"ampere": (1, 2, 4, 8), "hopper": (1, 2, 4)}
 MIN_STAGES, MAX_STAGES = 2, 16
 
 # Registers a thread needs beside its accumulators: fragments, scales, addresses. From ptxas on built kernels (nvcc 13.0).
-BASE_REGISTERS = {"ampere": 72, "hopper": 44}
+BASE_REGISTERS = {"ampere": 72, "hopper": 56}
 # Registers of a consumer thread after setmaxnreg, by consumer warpgroups (measured H200 2026-11-29: 120 hangs with 4).
 MOVED_REGISTERS = {2: 232, 4: 112}
 

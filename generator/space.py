@@ -46,9 +46,9 @@ class Entry:
 # shared memory. Rows marked "every format" make the table total; their depth fits group 32 with zero points.
 HOPPER = (
     # batch 1..16
-    Row("m8_n256k128_w4x1_p6_dp_c2", SYM128, "batch 1-8, wide N: two CTAs per SM hide each other's start and end"),
-    Row("m16_n256k128_w4x1_p4_dp_c2", ALL, "batch 1-16, every format"),
-    Row("m16_n256k128_w4x1_p5_dp_c2", SYM128, "batch 9-16, wide N"),
+    Row("m8_n256k128_w2x1_p6_dp_c2", SYM128, "batch 1-8, wide N: two CTAs per SM hide each other's start and end"),
+    Row("m16_n256k128_w2x1_p4_dp_c2", ALL, "batch 1-16, every format"),
+    Row("m16_n256k128_w2x1_p5_dp_c2", SYM128, "batch 9-16, wide N"),
     Row("m16_n128k128_w2x1_p8_dp_c2", SYM128, "batch 1-16, N too small for 256-wide tiles"),
     Row("m8_n256k256_w4x1_p6_streamk_c1", SYM128, "batch 1-8, tile counts just above a wave"),
     Row("m16_n256k256_w4x1_p5_streamk_c1", SYM128, "batch 9-16, tile counts just above a wave"),

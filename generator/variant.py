@@ -171,8 +171,9 @@ class Variant:
     def _hopper_reduction_bytes(self) -> int:
         """Partial sums of the k groups, and what the other CTAs of a cluster send to this one."""
         k_groups = (self.warps_k - 1) * self.n_sm * self.m_tile * 4
-        owned = ceil_div(self.n_sm // BLOCK_COLUMNS, self.cluster)  # 64-row blocks a CTA owns
-        return k_groups + owned * (self.cluster - 1) * BLOCK_COLUMNS * self.m_tile * 4
+        # A chunk is 64 columns x 8 rows of one warpgroup: 2048 bytes of fp32. A CTA of a cluster finishes its share of them.
+        chunks = self.n_sm // BLOCK_COLUMNS // self.warps_n * self.m_tile // 8
+        return k_groups + (self.cluster - 1) * self.warps_n * ceil_div(chunks, self.cluster) * 2048
 
     def _hopper_barrier_bytes(self) -> int:
-        return round_up(8 * (2 * self.stages + self.n_sm // BLOCK_COLUMNS + 2), HOPPER_ALIGNMENT)
+        return round_up(8 * (2 * self.stages + self.warps_n), HOPPER_ALIGNMENT)
