@@ -1,0 +1,107 @@
+"""The schedule: every tile and k step exactly once, fixed reduction order, workspace that suffices."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+
+from generator import legality, space
+from generator.arch import ARCHS
+from generator.problem import ProblemShape
+from generator.schedule import MAX_UNITS, make_schedule, range_begin, work
+from generator.variant import Variant
+
+CASES = 3000
+
+
+def _random_case(rng: random.Random, variants: list[Variant]):
+    problem = ProblemShape(
+        m=rng.choice((1, 2, 7, 16, 17, 64, 100, 129, 257, rng.randint(1, 2000))),
+        n=rng.choice((1, 63, 64, 65, 1000, 4096, rng.randint(1, 9000))),
+        k=rng.choice((128, 256, 384, 4096, 128 * rng.randint(1, 80))),
+    )
+    return problem, rng.choice(variants), rng.choice((1, 2, 7, 72, 84, 108, 132, 142))
+
+
+def _variants() -> list[Variant]:
+    found = [e.variant for a in ("sm_90a", "sm_86") for e in space.default_space(ARCHS[a])]
+    ampere = Variant.parse("w4a16_ampere_f16_g128_m16_n128k128_w2x2_p4_split4_c1")
+    assert legality.why_not(ampere, ARCHS["sm_80"]) is None
+    return [*found, ampere]
+
+
+def test_every_tile_and_k_step_exactly_once():
+    rng, variants = random.Random(20261129), _variants()
+    for _ in range(CASES):
+        problem, variant, sms = _random_case(rng, variants)
+        schedule = make_schedule(problem, variant, sms)
+        pieces = defaultdict(list)
+        for cta in range(schedule.grid):
+            for s in work(schedule, cta):
+                pieces[s.m_index, s.n_index].append((s.k_begin, s.k_end))
+        assert len(pieces) == schedule.tiles, (problem, variant.name, sms)
+        for (m, n), runs in pieces.items():
+            assert 0 <= m < schedule.m_tiles and 0 <= n < schedule.n_tiles
+            position = 0
+            for begin, end in sorted(runs):
+                assert begin == position, (problem, variant.name, sms)
+                position = end
+            assert position == schedule.k_steps
+
+
+def test_tiles_cover_the_problem_and_no_more():
+    rng, variants = random.Random(7), _variants()
+    for _ in range(500):
+        problem, v, sms = _random_case(rng, variants)
+        s = make_schedule(problem, v, sms)
+        assert (s.m_tiles - 1) * v.m_tile < problem.m <= s.m_tiles * v.m_tile
+        assert (s.n_tiles - 1) * v.n_sm < problem.n <= s.n_tiles * v.n_sm
+        assert (s.k_steps - 1) * v.k_sm < problem.k <= s.k_steps * v.k_sm
+
+
+def test_grid_is_resident_where_ctas_wait_for_each_other():
+    rng, variants = random.Random(8), _variants()
+    for _ in range(500):
+        problem, v, sms = _random_case(rng, variants)
+        s = make_schedule(problem, v, sms)
+        if v.decomposition in ("striped", "stream_k"):
+            assert s.grid <= sms * v.ctas_per_sm
+            assert all(range_begin(s.tiles * s.k_steps, c, s.grid) < range_begin(s.tiles * s.k_steps, c + 1, s.grid)
+                       for c in range(s.grid)), "a CTA without work would never raise its flag"
+
+
+def test_a_cta_hands_over_at_most_one_partial_and_first():
+    """Deadlock freedom: what a CTA owes to another comes before anything it waits for."""
+    rng, variants = random.Random(9), [v for v in _variants() if v.decomposition in ("striped", "stream_k")]
+    for _ in range(300):
+        problem, v, sms = _random_case(rng, variants)
+        s = make_schedule(problem, v, sms)
+        for cta in range(s.grid):
+            owed = [i for i, segment in enumerate(work(s, cta)) if segment.k_begin > 0]
+            assert owed in ([], [0])
+        assert s.partials == s.grid * v.m_tile * v.n_sm
+        assert s.flags >= s.grid
+
+
+def test_no_rows_nothing_to_launch():
+    variant = Variant.parse("w4a16_hopper_f16_g128_m16_n128k128_w2x1_p8_dp_c2")
+    schedule = make_schedule(ProblemShape(0, 4096, 4096), variant, 132)
+    assert schedule.grid == 0 and schedule.partials == 0
+
+
+def test_raster_keeps_row_tiles_together():
+    variant = Variant.parse("w4a16_hopper_f16_g128_m128_n256k128_w2x1_p4_dp_c1")
+    s = make_schedule(ProblemShape(128 * 10, 4096, 4096), variant, 132)
+    assert s.raster == 8
+    first = [next(iter(work(s, cta))) for cta in range(16)]
+    assert [(t.m_index, t.n_index) for t in first[:9]] == [(m, 0) for m in range(8)] + [(0, 1)]
+
+
+def test_counters_that_would_overflow_are_refused():
+    variant = Variant.parse("w4a16_ampere_f16_g128_m16_n64k256_w1x4_p4_dp_c1")
+    with pytest.raises(ValueError, match=f"m=50000000.*exceed {MAX_UNITS}"):
+        make_schedule(ProblemShape(50_000_000, 65536, 65536), variant, 108)
+    with pytest.raises(ValueError, match="sms=0 is not positive"):
+        make_schedule(ProblemShape(1, 64, 128), variant, 0)
