@@ -1,0 +1,55 @@
+"""`gemm`: the function users call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .packed_weight import PackedWeight
+
+_gemm = torch.ops.marlin_cutlass.gemm.default
+_gemm_autograd = torch.ops.marlin_cutlass.gemm_autograd.default
+_gemm_out = torch.ops.marlin_cutlass.gemm_out.default
+
+
+def gemm(
+    a: Tensor,
+    w: PackedWeight,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """C = a @ W + bias with W[k, n] = (q[k, n] - z) * s, sums in fp32, one rounding.
+
+    a: float16 or bfloat16 [..., K] with any leading shape, also [K] and no rows at all; strided and
+    misaligned views are copied where a kernel needs it. Under autocast a is converted to the
+    autocast dtype. bias: [N] of any floating dtype. out: [..., N] of a's dtype and contiguous rows,
+    written in place and returned; it takes no gradient. kernel: name or geometry of a built variant
+    to use instead of the table's choice (also MARLIN_CUTLASS_KERNEL). batch_invariant: the bits of
+    a row do not depend on the other rows or on their number.
+
+    Returns [..., N] in a's dtype. Differentiable in a and bias. On the CPU a slow reference with
+    the same arithmetic. Raises TypeError or ValueError for operands that do not fit,
+    UnsupportedArchError where no kernel is built for the device; a kernel that is named but not
+    built or not legal for the call is refused, never replaced.
+    """
+    if not isinstance(w, PackedWeight):
+        raise TypeError(
+            f"w must be a PackedWeight (see marlin_cutlass.pack), not {type(w).__name__}"
+        )
+    if torch.is_autocast_enabled(a.device.type):
+        a = a.to(torch.get_autocast_dtype(a.device.type))
+    code = ops.kernel_code(kernel, batch_invariant, a, w)
+    if torch.is_grad_enabled() and (a.requires_grad or (bias is not None and bias.requires_grad)):
+        op = _gemm_autograd
+    else:
+        op = _gemm
+    form = (a, w.packed, w.col_scale, bias, w.perm, w.n, w.k, w.group_size, w.has_zeros)
+    if out is None:
+        return op(*form, code)
+    if op is _gemm_autograd:
+        raise ValueError("out= takes no gradient: call gemm without out, or under torch.no_grad()")
+    _gemm_out(*form, out, code)
+    return out

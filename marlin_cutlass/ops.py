@@ -1,0 +1,221 @@
+"""The torch operators: schemas, checks, CPU and fake implementations, gradients.
+
+`marlin_cutlass::gemm` and `gemm_out` are what engines call. Their CUDA implementation lives in the
+launcher library (`csrc/`), which registers itself when the first CUDA call loads it. They carry no
+gradient, so that an inference call never enters Python; `gemm_autograd` is the same function with a
+gradient for a and bias, and `marlin_cutlass.gemm` picks it when a gradient is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import short_dtype, sizes
+from .layout import check_sizes
+from .packed_weight import PackedWeight
+from .reference import column_chunks, gemm_reference, natural_order, normalised_weights
+
+NAMESPACE = "marlin_cutlass"
+AUTO = -1  # the dispatch table chooses the kernel
+BATCH_INVARIANT = -2  # the kernel does not depend on the number of rows
+_WEIGHT = "Tensor packed, Tensor col_scale"
+_FORM = "int n, int k, int group_size, bool has_zeros"
+_ARGUMENTS = f"Tensor a, {_WEIGHT}, Tensor? bias, Tensor? perm, {_FORM}"
+SCHEMAS = (
+    f"gemm({_ARGUMENTS}, int variant=-1) -> Tensor",
+    f"gemm_autograd({_ARGUMENTS}, int variant=-1) -> Tensor",
+    f"gemm_out({_ARGUMENTS}, Tensor(a!) out, int variant=-1) -> ()",
+    f"grad_input(Tensor grad, {_WEIGHT}, Tensor? perm, {_FORM}) -> Tensor",
+)
+# Name of a variant that every CUDA call must use; read once.
+FORCED_KERNEL = os.environ.get("MARLIN_CUTLASS_KERNEL") or None
+_REGISTRY = "_marlin_cutlass_registration"
+
+
+def check_activations(a: Tensor, n: int, k: int, group_size: int, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless `a` can be multiplied by a K x N weight on `device`."""
+    if a.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"a has dtype {short_dtype(a.dtype)}: activations must be float16 or bfloat16 "
+            "(the INT4 weight serves both; convert a, the result has its dtype)"
+        )
+    where = sizes(k, n, group_size)
+    if a.dim() < 1 or a.shape[-1] != k:
+        raise ValueError(
+            f"a has shape {tuple(a.shape)}: the last dimension must be K={k} ({where})"
+        )
+    if a.device != device:
+        raise ValueError(f"a is on {a.device} and the weight on {device}: move one of them")
+
+
+def check_bias(bias: Tensor | None, a: Tensor, n: int) -> None:
+    """Raises TypeError or ValueError unless bias is None or a floating [N] tensor on a's device."""
+    if bias is None:
+        return
+    if not bias.is_floating_point():
+        raise TypeError(f"bias has dtype {short_dtype(bias.dtype)}: it must be floating point")
+    if tuple(bias.shape) != (n,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be [N] = ({n},)")
+    if bias.device != a.device:
+        raise ValueError(f"bias is on {bias.device} and a on {a.device}: move one of them")
+
+
+def check_out(out: Tensor, a: Tensor, n: int) -> None:
+    """Raises TypeError or ValueError unless `out` can take the product in place."""
+    if out.dtype != a.dtype:
+        raise TypeError(
+            f"out has dtype {short_dtype(out.dtype)} and a {short_dtype(a.dtype)}: "
+            "they must be equal"
+        )
+    if tuple(out.shape) != (*a.shape[:-1], n):
+        raise ValueError(f"out has shape {tuple(out.shape)}: it must be {(*a.shape[:-1], n)}")
+    if out.device != a.device:
+        raise ValueError(f"out is on {out.device} and a on {a.device}: move one of them")
+    if n > 1 and out.stride(-1) != 1:
+        raise ValueError(f"out has column stride {out.stride(-1)}: its rows must be contiguous")
+
+
+def kernel_code(kernel: str | None, batch_invariant: bool, a: Tensor, w: PackedWeight) -> int:
+    """The operators' `variant` argument. Raises ValueError for a kernel that cannot run this
+    call."""
+    if kernel is None and FORCED_KERNEL is None:
+        return BATCH_INVARIANT if batch_invariant else AUTO
+    from . import library
+
+    return library.forced_kernel(kernel or FORCED_KERNEL, batch_invariant, a, w)
+
+
+def _weight(packed: Tensor, col_scale: Tensor, perm: Tensor | None, *form: int) -> PackedWeight:
+    n, k, group_size, has_zeros = form
+    check_sizes(k, n, group_size)
+    weight = PackedWeight(packed, col_scale, perm, n, k, group_size, bool(has_zeros))
+    weight.check_shapes()
+    return weight
+
+
+def _gemm_cpu(a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, variant=AUTO):
+    weight = _weight(packed, col_scale, perm, n, k, group_size, has_zeros)
+    check_activations(a, n, k, group_size, packed.device)
+    check_bias(bias, a, n)
+    if variant >= 0:
+        raise ValueError(f"variant={variant} is a CUDA kernel: the tensors are on {a.device}")
+    bias = None if bias is None else bias.to(a.dtype)
+    return gemm_reference(a, weight, bias, row_by_row=variant == BATCH_INVARIANT)
+
+
+def _gemm_out_cpu(a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, out, variant=AUTO):
+    check_activations(a, n, k, group_size, packed.device)
+    check_out(out, a, n)
+    out.copy_(_gemm_cpu(a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, variant))
+
+
+def _gemm_fake(a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, variant=AUTO):
+    check_activations(a, n, k, group_size, packed.device)
+    check_bias(bias, a, n)
+    return a.new_empty((*a.shape[:-1], n))
+
+
+def _gemm_out_fake(
+    a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, out, variant=AUTO
+):
+    check_activations(a, n, k, group_size, packed.device)
+    check_bias(bias, a, n)
+    check_out(out, a, n)
+
+
+def _grad_input(grad, packed, col_scale, perm, n, k, group_size, has_zeros):
+    """grad [..., N] @ W^T -> [..., K] in grad's dtype, one chunk of columns at a time, sums in
+    fp32."""
+    weight = _weight(packed, col_scale, perm, n, k, group_size, has_zeros)
+    rows = grad.reshape(-1, n)
+    total = torch.zeros(rows.shape[0], k, dtype=torch.float32, device=grad.device)
+    for first, last in column_chunks(weight):
+        columns = slice(first * 64, min(last * 64, n))
+        values = normalised_weights(weight, grad.dtype, first, last)[
+            :, : columns.stop - columns.start
+        ]
+        values = (values * col_scale[columns]).to(grad.dtype).float()
+        total += rows[:, columns].float() @ values.T
+    return natural_order(weight, total.T).T.to(grad.dtype).reshape(*grad.shape[:-1], k)
+
+
+def _grad_input_fake(grad, packed, col_scale, perm, n, k, group_size, has_zeros):
+    return grad.new_empty((*grad.shape[:-1], k))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, packed, col_scale, _, perm, *form, _ = inputs
+    ctx.save_for_backward(packed, col_scale, perm)
+    ctx.form = form
+
+
+def _backward(ctx, grad):
+    packed, col_scale, perm = ctx.saved_tensors
+    grad_a = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_a = torch.ops.marlin_cutlass.grad_input(grad, packed, col_scale, perm, *ctx.form)
+    if ctx.needs_input_grad[3]:
+        grad_bias = grad.reshape(-1, grad.shape[-1]).float().sum(0).to(grad.dtype)
+    return grad_a, None, None, grad_bias, *(None,) * 6
+
+
+def _first_cuda_call(name: str):
+    """CUDA implementation until the launcher library is loaded: loads it, then calls the real
+    one."""
+
+    def call(*args):
+        from . import library
+
+        library.load()
+        return getattr(torch.ops.marlin_cutlass, name).default(*args)
+
+    return call
+
+
+def _register() -> types.ModuleType:
+    """Defines the operators once per process, whatever the number of imports of this file."""
+    here = str(Path(__file__).resolve())
+    known = sys.modules.get(_REGISTRY)
+    if known is not None:
+        if known.path != here:
+            raise ImportError(
+                f"marlin_cutlass is already loaded from {known.path}: the copy at {here} cannot "
+                "register the same torch operators; keep one of them on sys.path"
+            )
+        return known
+    registry = types.ModuleType(_REGISTRY)
+    registry.path = here
+    registry.library = torch.library.Library(NAMESPACE, "DEF")
+    for schema in SCHEMAS:
+        registry.library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _implement(registry)
+    sys.modules[_REGISTRY] = registry
+    return registry
+
+
+def _implement(registry: types.ModuleType) -> None:
+    library = registry.library
+    registry.until_loaded = torch.library.Library(NAMESPACE, "IMPL")
+    for name, cpu, fake in (
+        ("gemm", _gemm_cpu, _gemm_fake),
+        ("gemm_autograd", _gemm_cpu, _gemm_fake),
+        ("gemm_out", _gemm_out_cpu, _gemm_out_fake),
+    ):
+        library.impl(name, cpu, "CPU")
+        registry.until_loaded.impl(name, _first_cuda_call(name), "CUDA")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    for device in ("CPU", "CUDA"):
+        library.impl("grad_input", _grad_input, device)
+    torch.library.register_fake(f"{NAMESPACE}::grad_input", _grad_input_fake, lib=library)
+    torch.library.register_autograd(
+        f"{NAMESPACE}::gemm_autograd", _backward, setup_context=_setup_context, lib=library
+    )
+
+
+_register()
