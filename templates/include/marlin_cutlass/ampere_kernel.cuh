@@ -1,0 +1,89 @@
+// Ampere family: MARLIN's scheme for sm_80 and later. cp.async fills a ring of stages; warps along N and K dequantise and multiply with mma.sync;
+// warps, then CTAs, add up; each tile is scaled and stored once.
+#pragma once
+#include "marlin_cutlass/ampere_loads.cuh"
+#include "marlin_cutlass/ampere_mainloop.cuh"
+#include "marlin_cutlass/ampere_reduce.cuh"
+#include "marlin_cutlass/epilogue.cuh"
+
+namespace marlin_cutlass {
+
+// Scales and stores the share of a warp: rows of tile row `tile_row`, columns from `column`, the first column of the warp.
+template <class C> class AmpereEpilogue {
+ public:
+  // Loads the column factors: called before the main loop, so that their latency is never waited for.
+  MC_DEVICE AmpereEpilogue(const GemmParams& p, const TileIndex& t, const AmpereShare<C>& share, int warp_n, int lane)
+      : p_(p), lane_(lane), row_(t.m * C::kMTile + share.row_group * 8),
+        column_(t.n * C::kNSm + warp_n * C::kWarpColumns + share.atom * 16) {
+#pragma unroll
+    for (int a = 0; a < C::kShareAtoms; ++a) factors_[a] = load_column_factors<typename C::Element>(p, column_ + a * 16, lane);
+  }
+  MC_DEVICE void store(const float (&acc)[C::kFragments][4]) const {
+#pragma unroll
+    for (int a = 0; a < C::kShareAtoms; ++a)
+#pragma unroll
+      for (int r = 0; r < C::kShareRowGroups; ++r)
+        store_atom<typename C::Element>(p_, acc[a * C::kShareRowGroups + r], factors_[a], row_ + r * 8, column_ + a * 16, lane_);
+  }
+
+ private:
+  const GemmParams& p_;
+  int lane_, row_, column_;
+  ColumnFactors factors_[C::kShareAtoms];
+};
+
+template <class C> MC_DEVICE void ampere_gemm(const GemmParams& p) {
+  const smem_addr_t ring = smem_base(), ring_end = ring + C::kSharedBytes;
+  const int warp = warp_index(), lane = lane_index();
+  const int warp_n = warp % C::kWarpsN, warp_k = warp / C::kWarpsN;
+  WorkLoop<C::kDecomposition, C::kSplit> work(p, block_index(), block_index() % C::kSplit);
+
+  // Fill the ring.
+  AmpereLoader<C> loader(p, work);
+#pragma unroll 1
+  for (int s = 0; s < C::kStages; ++s) loader.issue(ring + s * C::kStageBytes);
+  AmpereMainloop<C> mainloop(warp_n, warp_k, lane);
+  const AmpereShare<C> share(warp_k);
+  cp_async_wait<C::kStages - 1>();
+  block_sync();
+
+  smem_addr_t slot = ring;  // complete and visible to all whenever a segment begins
+  for (Segment s; work.next(s);) {
+    if (s.k_begin == s.k_end) continue;
+    const AmpereEpilogue<C> epilogue(p, tile_index(p, s.tile), share, warp_n, lane);
+    smem_addr_t used = slot;
+    mainloop.begin(slot);
+    for (int k = s.k_begin; k < s.k_end; ++k) {
+      used = slot;
+#pragma unroll
+      for (int batch = 0; batch < C::kBatches; ++batch) {
+        const auto codes = mainloop.take(batch);
+        if (batch + 1 < C::kBatches) {
+          mainloop.load(slot, batch + 1);
+        } else {
+          // All reads of this stage are issued: one barrier publishes the next stage and frees this slot.
+          slot = slot + C::kStageBytes == ring_end ? ring : slot + C::kStageBytes;
+          cp_async_wait<C::kStages - 2>();
+          block_sync();
+          if (k + 1 < s.k_end) {
+            loader.issue(used);
+            mainloop.load(slot, 0);
+          }
+        }
+        mainloop.multiply(codes, batch);
+      }
+    }
+
+    // The slot of the last stage serves the warps' reduction, then joins the ring again.
+    AmpereWarpReduction<C>::run(mainloop.acc, used, warp, lane);
+    if constexpr (C::kWarpsK > 1) block_sync();
+    loader.issue(used);
+    AmpereCtaReduction<C> reduction(p, share, warp_n, lane);
+    if constexpr (C::kCrossCta)
+      if (!reduction.run(mainloop.acc, s)) continue;
+    if (share.any) epilogue.store(mainloop.acc);
+    if constexpr (C::kCrossCta) reduction.clear_flags();
+  }
+}
+
+}  // namespace marlin_cutlass
