@@ -26,7 +26,9 @@ __all__ = [
     "Problem",
     "Report",
     "Result",
+    "capture",
     "copies_for",
+    "dense_weight",
     "environment",
     "limit",
     "make_problem",
@@ -34,6 +36,7 @@ __all__ = [
     "measure",
     "packed_bytes",
     "relative_error",
+    "replay_interleaved",
 ]
 
 REPLAYS = 12  # at least; the median of these is the figure
@@ -81,16 +84,13 @@ class Problem:
     def dtype(self) -> torch.dtype:
         return self.a.dtype
 
-    def dense(self) -> torch.Tensor:
-        """The dequantised weight [n, k] in the activation dtype, as nn.Linear stores it."""
-        return _dense(self.q, self.scales, self.group_size).t().contiguous().to(self.dtype)
 
-
-def _dense(q: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
+def dense_weight(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """(q - 8) * scale in fp32 as [n, k], from q uint8 [k, n] and scales [groups, n]."""
     k, n = q.shape
     groups = scales.shape[0]
     codes = q.float().view(groups, k // groups, n) - 8.0
-    return (codes * scales.float().view(groups, 1, n)).view(k, n)
+    return (codes * scales.float().view(groups, 1, n)).view(k, n).t().contiguous()
 
 
 def make_weight(
@@ -124,7 +124,7 @@ def make_problem(m: int, q: torch.Tensor, scales: torch.Tensor, group_size: int 
     previous = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        reference = a.float() @ _dense(q, scales, group_size)
+        reference = a.float() @ dense_weight(q, scales).t()
     finally:
         torch.backends.cuda.matmul.allow_tf32 = previous
     return Problem(m, n, k, group_size, a, q, scales, reference)
@@ -202,7 +202,7 @@ def _prepare(candidate: Candidate, problem: Problem, result: Result) -> _Capture
         out = candidate.calls[0]()
         torch.cuda.synchronize()
         result.rel_error = relative_error(out, problem.reference)
-        if result.rel_error > TOLERANCE[problem.dtype]:
+        if result.rel_error > TOLERANCE[out.dtype]:
             result.status = f"wrong: relative error {result.rel_error:.1e}"
             return None
         return capture(candidate.calls)
@@ -220,7 +220,7 @@ def _finish(item: _Captured, problem: Problem, result: Result) -> None:
     torch.cuda.synchronize()
     chain = relative_error(item.last, problem.reference)
     result.rel_error = max(result.rel_error or 0.0, chain)
-    if chain > TOLERANCE[problem.dtype]:
+    if chain > TOLERANCE[item.last.dtype]:
         result.status = f"wrong in a chain of calls: relative error {chain:.1e}"
         return
     result.us = statistics.median(item.times)
