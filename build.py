@@ -19,7 +19,7 @@ from rich.table import Table
 
 from generator import arch as archs
 from generator import compile as compiling
-from generator import legality, manifest, render, space
+from generator import dispatch, legality, manifest, render, space
 from generator.arch import Arch
 from generator.compile import BuildError, Compiler, Job, Outcome
 from generator.space import Entry
@@ -194,7 +194,8 @@ def publish(compiler: Compiler, arch: Arch, request: Request, entries: list[Entr
         record = compiling.cached(compiler, job)
         if record is not None:
             built.append((entry, record))
-    manifest.write_manifest(folder, arch, built, [])
+    table = dispatch.build_table(arch, [entry.variant for entry, _ in built])
+    manifest.write_manifest(folder, arch, built, table.to_json())
     return len(built)
 
 

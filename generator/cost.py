@@ -1,0 +1,135 @@
+"""A time model of one launch, to rank variants where nothing was measured.
+
+time = launch + fill + max(memory, tensor cores with dequantisation) on the busiest SM + a share of the
+shorter of the two + fix-up. The constants were fitted to H200 measurements of 2026-11-29
+(docs/performance.md); for other GPUs they are a guess that keeps the order of variants plausible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from generator.arch import GPUS, Arch, Gpu
+from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, block_bytes, ceil_div
+from generator.schedule import Schedule, make_schedule
+from generator.variant import Variant
+
+# Measured H200 2026-11-29: gap between kernels without dependent launch 2.9 us, first full stage 1.3-2.3 us after the start.
+LAUNCH_US = 2.0
+FILL_US = 1.3
+STREAM_K_FIX_UP_US = 1.4  # partial tile through L2: 1.2-1.5 us in the loop, 1-1.3 us at the end
+CLUSTER_FIX_UP_US = 0.3  # a reduction through distributed shared memory
+K_GROUP_FIX_UP_US = 0.3
+TILE_US = 0.5  # epilogue and restart of a tile that nothing overlaps
+# An SM alone draws more than its share of bandwidth: bytes in flight over the latency of memory.
+LATENCY_US = 0.9
+L2_BYTES_PER_CLOCK = 32  # per SM, sustained by all SMs together
+
+# wgmma m64nNk16 from registers, cycles: 13 for N <= 16, N / 2 beyond (measured H200 2026-11-29). One 64 x 64 step is four.
+WGMMA_MIN_CYCLES = 13.0
+WGMMA_CYCLES_PER_ROW = 0.5
+SUSTAINED = 1.2  # whole kernels against the instruction alone: 712-790 of 962 TFLOP/s
+SHARED_TIME = 0.25  # share of the shorter of (memory, compute) that does not hide behind the longer
+DEQUANT_CYCLES = 28.0  # of one 64 x 64 step that do not hide behind small wgmma
+# Ampere and Ada: one 64 x 64 step is 144 warp instructions of dequantisation and 32 row fragments over four schedulers.
+MMA_DEQUANT_CYCLES = 44.0
+MMA_EXPOSED = 0.35  # share of the shorter of (tensor, dequantisation) that does not overlap
+FORMAT_FACTOR = {("f16", False): 1.0, ("f16", True): 1.25, ("bf16", False): 1.15, ("bf16", True): 1.45}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds; `total` is what ranks."""
+
+    launch: float
+    memory: float
+    compute: float
+    fix_up: float
+    waves: float
+
+    @property
+    def total(self) -> float:
+        longer, shorter = max(self.memory, self.compute), min(self.memory, self.compute)
+        return self.launch + longer + SHARED_TIME * shorter + self.fix_up
+
+    @property
+    def bound(self) -> str:
+        return "memory" if self.memory >= self.compute else "compute"
+
+
+def reference_gpu(arch: Arch, sms: int | None = None) -> Gpu:
+    """The named GPU of `arch` that stands for devices with `sms` SMs (the last one named, if none has as many)."""
+    named = [g for g in GPUS.values() if g.arch == arch.name] or list(GPUS.values())
+    return next((g for g in reversed(named) if g.sms == sms), named[-1])
+
+
+def estimate(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
+    """Modelled cost of one cold call on `gpu`."""
+    schedule = make_schedule(problem, variant, gpu.sms)
+    busiest, waves = _busiest_steps(variant, schedule, gpu)
+    return Cost(
+        launch=LAUNCH_US + FILL_US,
+        memory=_memory_us(problem, variant, schedule, busiest, gpu),
+        compute=busiest * _step_us(variant, gpu),
+        fix_up=_fix_up_us(variant, schedule, waves),
+        waves=waves,
+    )
+
+
+def _busiest_steps(variant: Variant, schedule: Schedule, gpu: Gpu) -> tuple[float, float]:
+    """(pipeline stages that the busiest SM works through, tiles per CTA)."""
+    slots = gpu.sms * variant.ctas_per_sm
+    units = schedule.tiles * schedule.k_steps
+    if variant.decomposition in ("striped", "stream_k"):
+        return ceil_div(units, min(units, slots)) * _ctas_on_busiest(schedule.grid, gpu, variant), units / slots
+    per_cta = schedule.k_steps / schedule.split
+    ctas = schedule.tiles * schedule.split
+    if ctas <= slots:
+        return per_cta * _ctas_on_busiest(ctas, gpu, variant), 1.0
+    rounds = ceil_div(ctas, slots)
+    return per_cta * rounds * variant.ctas_per_sm, float(rounds)
+
+
+def _ctas_on_busiest(ctas: int, gpu: Gpu, variant: Variant) -> int:
+    return min(variant.ctas_per_sm, max(1, ceil_div(ctas, gpu.sms)))
+
+
+def _memory_us(problem: ProblemShape, v: Variant, schedule: Schedule, busiest: float, gpu: Gpu) -> float:
+    """The longest of: all bytes from memory, the bytes of the busiest SM at its own rate, all bytes from L2."""
+    activations = 2 * problem.m * problem.k + 2 * problem.m * problem.n
+    passes = ceil_div(schedule.m_tiles, schedule.raster)
+    weights = problem.weight_bytes
+    if weights > gpu.l2_bytes / 2:  # groups of row tiles come back to weights that L2 no longer holds
+        weights *= passes
+    memory = (weights + activations) / gpu.bandwidth
+    stage = v.m_tile * v.k_sm * 2 + v.n_sm // BLOCK_COLUMNS * v.k_sm // BLOCK_DEPTH * block_bytes(v.group_size, v.zeros)
+    in_flight = v.stages * stage * v.ctas_per_sm
+    rate = min(in_flight / (LATENCY_US * 1e-6), L2_BYTES_PER_CLOCK * gpu.clock)
+    return max(memory, busiest * stage / rate) * 1e6
+
+
+def _step_us(v: Variant, gpu: Gpu) -> float:
+    """Time of one stage on one SM: tensor cores and dequantisation, which overlap in part."""
+    dequant_factor = FORMAT_FACTOR[v.dtype, v.zeros] * (1.15 if v.group_size == 32 else 1.0)
+    if v.family == "hopper":
+        tensor = 4 * max(WGMMA_MIN_CYCLES, WGMMA_CYCLES_PER_ROW * v.m_tile)
+        exposed = max(0.0, DEQUANT_CYCLES * dequant_factor - max(0.0, tensor - 64) * 0.4)
+        cycles = tensor * SUSTAINED + exposed
+    else:
+        rate = gpu.tensor_flops / (gpu.sms * gpu.clock) * (0.62 if gpu.arch == "sm_90a" else 1.0)  # mma.sync on Hopper
+        tensor = 2 * 64 * 64 * max(8, v.m_tile) / rate
+        dequant = MMA_DEQUANT_CYCLES * dequant_factor
+        cycles = max(tensor, dequant) + MMA_EXPOSED * min(tensor, dequant)
+        if v.warps_n * v.warps_k * v.ctas_per_sm < 8:
+            cycles *= 1.25  # one warp per scheduler cannot hide latency
+    steps = v.n_sm // BLOCK_COLUMNS * v.k_sm // 64
+    return steps * cycles / gpu.clock * 1e6
+
+
+def _fix_up_us(v: Variant, schedule: Schedule, waves: float) -> float:
+    k_groups = K_GROUP_FIX_UP_US if v.warps_k > 1 else 0.0
+    if v.decomposition in ("striped", "stream_k"):
+        aligned = schedule.tiles % schedule.grid == 0
+        return max(1.0, waves / schedule.k_steps) * (TILE_US + k_groups) + (0.0 if aligned else STREAM_K_FIX_UP_US)
+    split = CLUSTER_FIX_UP_US if v.cluster > 1 else STREAM_K_FIX_UP_US if v.split > 1 else 0.0
+    return waves * (TILE_US + k_groups + split)
