@@ -162,4 +162,6 @@ MC_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_depende
 MC_DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace marlin_cutlass
+#else
+#include "marlin_cutlass/prims_hopper_host.h"
 #endif

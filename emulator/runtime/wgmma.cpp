@@ -1,0 +1,214 @@
+// wgmma: a warp's 16 of the 64 rows, A in registers, B in swizzled shared memory. The sums are computed at wgmma_wait, as late as the
+// hardware may; until then the accumulator registers hold a poison pattern.
+#include <cstring>
+
+#include "arithmetic.h"
+#include "machine.h"
+
+namespace emu {
+namespace {
+
+constexpr uint32_t kPoison = 0xffdeadffu;  // a NaN
+constexpr int kMaxN = 256;
+
+struct Descriptor {  // PTX ISA, matrix descriptor of wgmma
+  uint32_t start, stride, base_offset, swizzle;
+  explicit Descriptor(uint64_t d)
+      : start(static_cast<uint32_t>(d & 0x3fff) << 4),
+        stride(static_cast<uint32_t>(d >> 32 & 0x3fff) << 4),
+        base_offset(static_cast<uint32_t>(d >> 49 & 7)),
+        swizzle(static_cast<uint32_t>(d >> 62)) {}
+  // Address of 16-byte chunk c (0 or 1: k 0..7 or 8..15) of row n.
+  uint32_t chunk(int n, int c) const {
+    const uint32_t address = start + static_cast<uint32_t>(n / 8) * stride + static_cast<uint32_t>(n % 8) * 128 + static_cast<uint32_t>(c) * 16;
+    return address ^ ((address >> 7 & 7) << 4);
+  }
+};
+
+void check_descriptor(const Descriptor& d, int n) {
+  if (d.swizzle != 1) fail("wgmma", "descriptor has swizzle mode %u, not 128 bytes (1)", d.swizzle);
+  if (d.base_offset || (d.start >> 7 & 7)) fail("wgmma", "B at shared 0x%x: the swizzle pattern must start at a multiple of 1024 bytes", d.start);
+  const uint32_t last = d.start + static_cast<uint32_t>(n / 8 - 1) * d.stride + 1023;
+  shared_span(d.start & ~1023u, (last | 1023u) + 1 - (d.start & ~1023u), 1024);
+}
+
+// Reads B; `record` also remembers the read, so that later writes must be ordered after it.
+void check_operand(Warp& warp, const WgmmaOperation& op, bool record) {
+  const Descriptor descriptor(op.descriptor);
+  Shadow& shadow = warp.block->shadow;
+  Access access = access_of(current());
+  access.site = op.site;
+  for (int n = 0; n < op.n; ++n)
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t offset = descriptor.chunk(n, c) - kSharedBase;
+      const Conflict conflict = record ? shadow.read(offset, 16, access) : shadow.check_read(offset, 16, access);
+      if (conflict.found)
+        fail("race", "shared 0x%x is read by wgmma %s but %s", offset + kSharedBase, site_text(op.site).c_str(), describe_conflict(conflict).c_str());
+    }
+}
+
+bool poisoned(const float* d, int count) {
+  for (int i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, d + i, 4);
+    if (bits != kPoison) return false;
+  }
+  return true;
+}
+
+void check_poison(const WgmmaOperation& op) {
+  for (int l = 0; l < kWarpSize; ++l)
+    if (!poisoned(op.d[l], op.n / 2))
+      fail("race", "lane %d changed accumulators of wgmma %s before wgmma_wait", l, site_text(op.site).c_str());
+}
+
+// Takes the accumulators out of the registers, unless an earlier wgmma in flight already did.
+void take_accumulators(Warp& warp, const WgmmaOperation& op) {
+  WgmmaAccumulator& held = warp.wgmma_held[op.d[0]];
+  if (held.users++ > 0) return check_poison(op);
+  const size_t count = static_cast<size_t>(op.n) / 2;
+  held.values.resize(kWarpSize * count);
+  for (int l = 0; l < kWarpSize; ++l) {
+    std::memcpy(&held.values[static_cast<size_t>(l) * count], op.d[l], count * 4);
+    for (size_t i = 0; i < count; ++i) std::memcpy(op.d[l] + i, &kPoison, 4);
+  }
+}
+
+void return_accumulators(Warp& warp, const WgmmaOperation& op) {
+  const auto held = warp.wgmma_held.find(op.d[0]);
+  check_poison(op);
+  if (--held->second.users > 0) return;
+  const size_t count = static_cast<size_t>(op.n) / 2;
+  for (int l = 0; l < kWarpSize; ++l) std::memcpy(op.d[l], &held->second.values[static_cast<size_t>(l) * count], count * 4);
+  warp.wgmma_held.erase(held);
+}
+
+void compare_with_warpgroup(Warp& warp, const WgmmaOperation& op) {
+  const uint64_t key = static_cast<uint64_t>(warp.index / 4) << 48 | warp.wgmma_issued++;
+  const uint64_t what = op.descriptor * 1099511628211ull + static_cast<uint64_t>(op.n) * 2 + op.bf16;
+  const auto [entry, fresh] = warp.block->wgmma_stream.try_emplace(key, what);
+  if (!fresh && entry->second != what) fail("wgmma", "the warps of warpgroup %d issue different operations", warp.index / 4);
+}
+
+void run_issue(Warp& warp) {
+  ++machine.statistics[kStatWgmma];
+  const Operands& first = warp.lane[0].operands;
+  WgmmaOperation op;
+  op.bf16 = warp.lane[0].activity.second & 1;
+  op.n = static_cast<int>(warp.lane[0].activity.second >> 1);
+  op.descriptor = first.value;
+  op.site = current().activity.site;
+  for (int l = 0; l < kWarpSize; ++l) {
+    const Operands& o = warp.lane[l].operands;
+    if (o.value != op.descriptor) fail("divergence", "lanes 0 and %d give different descriptors", l);
+    op.d[l] = static_cast<float*>(o.out);
+    op.a[l] = static_cast<const uint32_t*>(o.in[0]);
+    std::memcpy(op.a_copy[l], op.a[l], 16);
+  }
+  if (!warp.wgmma_fenced) fail("wgmma", "no wgmma_fence between the last commit and this wgmma with operands in registers");
+  check_descriptor(Descriptor(op.descriptor), op.n);
+  check_operand(warp, op, false);
+  compare_with_warpgroup(warp, op);
+  take_accumulators(warp, op);
+  warp.open_wgmma.push_back(op);
+}
+
+void unpack(bool bf16, uint32_t pair, float* out) {
+  out[0] = to_float(bf16, static_cast<uint16_t>(pair));
+  out[1] = to_float(bf16, static_cast<uint16_t>(pair >> 16));
+}
+
+// d[16 x n] += a[16 x 16] * b[16 x n] on the values held back.
+void compute(Warp& warp, const WgmmaOperation& op) {
+  alignas(64) static float a[16][16], b[16][kMaxN], d[16][kMaxN];
+  const Descriptor descriptor(op.descriptor);
+  const uint8_t* shared = warp.block->shared.data();
+  for (int n = 0; n < op.n; ++n)
+    for (int c = 0; c < 2; ++c) {
+      uint16_t k8[8];
+      std::memcpy(k8, shared + (descriptor.chunk(n, c) - kSharedBase), 16);
+      for (int k = 0; k < 8; ++k) b[8 * c + k][n] = to_float(op.bf16, k8[k]);
+    }
+  std::vector<float>& values = warp.wgmma_held[op.d[0]].values;
+  const int count = op.n / 2;
+  for (int l = 0; l < kWarpSize; ++l) {
+    const int r = l / 4, c = 2 * (l % 4);
+    for (int i = 0; i < 4; ++i) unpack(op.bf16, op.a_copy[l][i], &a[r + 8 * (i & 1)][c + 8 * (i >> 1)]);
+    for (int i = 0; i < count; ++i) d[r + 8 * (i >> 1 & 1)][8 * (i / 4) + c + (i & 1)] = values[static_cast<size_t>(l * count + i)];
+  }
+  for (int m = 0; m < 16; ++m)
+    for (int k = 0; k < 16; ++k)
+      for (int n = 0; n < op.n; ++n) d[m][n] += a[m][k] * b[k][n];
+  for (int l = 0; l < kWarpSize; ++l)
+    for (int i = 0; i < count; ++i)
+      values[static_cast<size_t>(l * count + i)] = d[l / 4 + 8 * (i >> 1 & 1)][8 * (i / 4) + 2 * (l % 4) + (i & 1)];
+}
+
+void finish(Warp& warp, const WgmmaOperation& op) {
+  for (int l = 0; l < kWarpSize; ++l)
+    if (std::memcmp(op.a[l], op.a_copy[l], 16))
+      fail("race", "lane %d changed A registers of wgmma %s before wgmma_wait", l, site_text(op.site).c_str());
+  check_operand(warp, op, true);
+  compute(warp, op);
+  return_accumulators(warp, op);
+}
+
+void run_fence(Warp& warp) { warp.wgmma_fenced = true; }
+
+void run_commit(Warp& warp) {
+  warp.wgmma_groups.push_back(std::move(warp.open_wgmma));
+  warp.open_wgmma.clear();
+  warp.wgmma_fenced = false;
+}
+
+void run_wait(Warp& warp) {
+  while (warp.wgmma_groups.size() > current().activity.first) {
+    for (const WgmmaOperation& op : warp.wgmma_groups.front()) finish(warp, op);
+    warp.wgmma_groups.pop_front();
+  }
+}
+
+}  // namespace
+
+void check_warp_exit(Warp& warp) {
+  if (!warp.open_wgmma.empty() || !warp.wgmma_groups.empty())
+    record_failure("wgmma", format_text("block %d warp %d returned with wgmma in flight", warp.block->index, warp.index));
+  if (warp.block->threads_left > 1) return;
+  for (const Warp& other : warp.block->warps) {
+    const Warp& leader = warp.block->warps[static_cast<size_t>(other.index / 4 * 4)];
+    if (other.wgmma_issued != leader.wgmma_issued)
+      record_failure("wgmma", format_text("block %d: warps %d and %d of one warpgroup issued %llu and %llu wgmma", warp.block->index,
+                                          leader.index, other.index, (unsigned long long)leader.wgmma_issued, (unsigned long long)other.wgmma_issued));
+  }
+}
+
+}  // namespace emu
+
+using namespace emu;
+
+extern "C" {
+
+void emu_wgmma_fence() {
+  EMU_ENTER("wgmma_fence", 0, 0);
+  converge(run_fence);
+}
+
+void emu_wgmma_commit() {
+  EMU_ENTER("wgmma_commit", 0, 0);
+  converge(run_commit);
+}
+
+void emu_wgmma_wait(int pending) {
+  EMU_ENTER("wgmma_wait", pending, 0);
+  converge(run_wait);
+}
+
+void emu_wgmma_m64k16(bool bf16, int n, float* d, const uint32_t* a, uint64_t b) {
+  EMU_ENTER("wgmma_m64k16", 0, n * 2 + bf16);
+  if (n < 8 || n > kMaxN || n % 8) fail("wgmma", "n = %d: must be a multiple of 8 up to 256", n);
+  Operands& o = current().operands;
+  o.out = d, o.in[0] = a, o.value = b;
+  converge(run_issue);
+}
+
+}  // extern "C"
