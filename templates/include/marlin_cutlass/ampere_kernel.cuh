@@ -8,15 +8,28 @@
 
 namespace marlin_cutlass {
 
-// Scales and stores the share of a warp: rows of tile row `tile_row`, columns from `column`, the first column of the warp.
+// Scales and stores the share of a warp.
 template <class C> class AmpereEpilogue {
  public:
-  // Loads the column factors: called before the main loop, so that their latency is never waited for.
+  // Starts the loads of the column scales; they are first used after the main loop.
   MC_DEVICE AmpereEpilogue(const GemmParams& p, const TileIndex& t, const AmpereShare<C>& share, int warp_n, int lane)
       : p_(p), lane_(lane), row_(t.m * C::kMTile + share.row_group * 8),
         column_(t.n * C::kNSm + warp_n * C::kWarpColumns + share.atom * 16) {
 #pragma unroll
-    for (int a = 0; a < C::kShareAtoms; ++a) factors_[a] = load_column_factors<typename C::Element>(p, column_ + a * 16, lane);
+    for (int i = 0; i < 2 * C::kShareAtoms; ++i) {
+      const int column = column_of(i);
+      factors_[i / 2].scale[i % 2] = column < p.n ? ld_global_f32(p.col_scale + column) : 0.f;
+      factors_[i / 2].bias[i % 2] = 0.f;
+    }
+  }
+  // NOTE: after the main loop. Its conversion to fp32 waits for the load at once, wherever it stands.
+  MC_DEVICE void load_bias() {
+    if (p_.bias == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < 2 * C::kShareAtoms; ++i) {
+      const int column = column_of(i);
+      if (column < p_.n) factors_[i / 2].bias[i % 2] = ld_global_element<typename C::Element>(p_.bias, column);
+    }
   }
   MC_DEVICE void store(const float (&acc)[C::kFragments][4]) const {
 #pragma unroll
@@ -27,8 +40,11 @@ template <class C> class AmpereEpilogue {
   }
 
  private:
+  // Column of fragment row lane/4 (even i) or lane/4 + 8 (odd i) of atom i / 2.
+  MC_DEVICE int column_of(int i) const { return column_ + i / 2 * 16 + first_column(lane_) + i % 2 * 2; }
+
   const GemmParams& p_;
-  int lane_, row_, column_;
+  int lane_, row_, column_;  // first row and column of the share
   ColumnFactors factors_[C::kShareAtoms];
 };
 
@@ -44,15 +60,15 @@ template <class C> MC_DEVICE void ampere_gemm(const GemmParams& p) {
   for (int s = 0; s < C::kStages; ++s) loader.issue(ring + s * C::kStageBytes);
   AmpereMainloop<C> mainloop(warp_n, warp_k, lane);
   const AmpereShare<C> share(warp_k);
-  cp_async_wait<C::kStages - 1>();
-  block_sync();
 
-  smem_addr_t slot = ring;  // complete and visible to all whenever a segment begins
+  smem_addr_t slot = ring;
   for (Segment s; work.next(s);) {
     if (s.k_begin == s.k_end) continue;
-    const AmpereEpilogue<C> epilogue(p, tile_index(p, s.tile), share, warp_n, lane);
-    smem_addr_t used = slot;
+    AmpereEpilogue<C> epilogue(p, tile_index(p, s.tile), share, warp_n, lane);
+    cp_async_wait<C::kStages - 1>();
+    block_sync();
     mainloop.begin(slot);
+    smem_addr_t used = slot;
     for (int k = s.k_begin; k < s.k_end; ++k) {
       used = slot;
 #pragma unroll
@@ -74,6 +90,7 @@ template <class C> MC_DEVICE void ampere_gemm(const GemmParams& p) {
       }
     }
 
+    epilogue.load_bias();
     // The slot of the last stage serves the warps' reduction, then joins the ring again.
     AmpereWarpReduction<C>::run(mainloop.acc, used, warp, lane);
     if constexpr (C::kWarpsK > 1) block_sync();
