@@ -147,7 +147,7 @@ def build_arch(arch: Arch, request: Request, folder: Path, jobs: int, dry_run: b
     if len(entries) > FULL_SPACE_LIMIT:
         raise ValueError(f"{len(entries)} variants of {arch.name}: narrow them with --filter (at most {FULL_SPACE_LIMIT})")
     compiler = Compiler.for_arch(arch)
-    work = {e.variant.name: Job(e.variant.name, render.render(e.variant), folder, e.allowed_spill_bytes) for e in entries}
+    work = {e.variant.name: make_job(e, arch, folder) for e in entries}
     stale = [job for job in work.values() if compiling.cached(compiler, job) is None]
     if dry_run:
         for job in stale:
@@ -170,6 +170,12 @@ def build_arch(arch: Arch, request: Request, folder: Path, jobs: int, dry_run: b
     return not failed
 
 
+def make_job(entry: Entry, arch: Arch, folder: Path) -> Job:
+    v = entry.variant
+    registers = legality.max_registers(v, arch)
+    return Job(v.name, render.render(v), folder, entry.allowed_spill_bytes, registers)
+
+
 def _compile(compiler: Compiler, arch: Arch, stale: list[Job], jobs: int) -> list[Outcome]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}"))
     with Progress(*columns, console=err, disable=not stale) as progress:
@@ -189,9 +195,8 @@ def publish(compiler: Compiler, arch: Arch, request: Request, entries: list[Entr
                 if legality.why_not(variant, arch) is None:
                     listed[name] = _named(name, arch, request)
     built = []
-    for name, entry in listed.items():
-        job = Job(name, render.render(entry.variant), folder, entry.allowed_spill_bytes)
-        record = compiling.cached(compiler, job)
+    for entry in listed.values():
+        record = compiling.cached(compiler, make_job(entry, arch, folder))
         if record is not None:
             built.append((entry, record))
     table = dispatch.build_table(arch, [entry.variant for entry, _ in built])

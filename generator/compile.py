@@ -143,7 +143,7 @@ def parse_ptxas(text: str) -> PtxasReport:
     return report
 
 
-def complaint(report: PtxasReport, allowed_spill_bytes: int) -> str | None:
+def complaint(report: PtxasReport, allowed_spill_bytes: int = 0, max_registers: int = 255) -> str | None:
     """Why a kernel that compiled is still refused, or None."""
     serious = [w for w in report.warnings if re.search(r"\bC75\d\d\b", w)]
     if serious:
@@ -152,6 +152,11 @@ def complaint(report: PtxasReport, allowed_spill_bytes: int) -> str | None:
         return (
             f"{report.spill_stores} bytes of spill stores and {report.spill_loads} of loads at {report.registers} "
             f"registers; allowed are {allowed_spill_bytes}"
+        )
+    if report.registers > max_registers:
+        return (
+            f"{report.registers} registers a thread; with more than {max_registers} fewer CTAs fit on an SM than ctas_per_sm "
+            "says, and CTAs that wait for each other would hang"
         )
     return None
 
@@ -167,6 +172,7 @@ class Job:
     source: str
     folder: Path
     allowed_spill_bytes: int = 0
+    max_registers: int = 255  # beyond this fewer CTAs fit on an SM than the variant declares
 
 
 @dataclass
@@ -228,7 +234,7 @@ class Compiler:
             if run.returncode:
                 error = f"nvcc failed ({run.returncode}); its last lines:\n{_tail(run.stdout)}\ncommand: {shlex.join(command)}"
             else:
-                error = complaint(report, job.allowed_spill_bytes)
+                error = complaint(report, job.allowed_spill_bytes, job.max_registers)
             if error is not None:
                 discard(job)
                 return Outcome(job.name, error=error)
@@ -272,9 +278,13 @@ def discard(job: Job) -> None:
 def cached(compiler: Compiler, job: Job) -> Record | None:
     """The record of `job` if its cubin is up to date and within the spills allowed now."""
     record = read_record(job.folder, job.name)
-    if record is None or record.key != compiler.key(job.source) or record.spills > job.allowed_spill_bytes:
+    if record is None or record.key != compiler.key(job.source) or _refused(record, job):
         return None
     return record
+
+
+def _refused(record: Record, job: Job) -> bool:
+    return record.spills > job.allowed_spill_bytes or record.registers > job.max_registers
 
 
 def compile_all(

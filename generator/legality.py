@@ -51,6 +51,12 @@ def registers_available(variant: Variant, arch: Arch) -> int:
     return min(arch.max_registers, share // 8 * 8)
 
 
+def max_registers(variant: Variant, arch: Arch) -> int:
+    """The most registers a thread may be compiled to for ctas_per_sm CTAs to fit; a warp takes units of 256."""
+    warps = variant.ctas_per_sm * variant.threads // 32
+    return min(arch.max_registers, arch.registers_per_sm // warps // 256 * 256 // 32)
+
+
 def accumulators(variant: Variant) -> int:
     """fp32 sums a thread holds: m_tile x (columns of its warp or warpgroup) over its threads."""
     threads = 32 if variant.family == "ampere" else 128
