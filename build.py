@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""Builds kernels: enumerate -> render -> compile -> manifest and dispatch table, into build/<arch>/.
+"""Builds kernels: enumerate -> render -> compile -> manifest with dispatch table.
 
     python build.py --arch sm_86            the default table of one architecture
     python build.py --arch sm_90a --list    what is in it and why
+
+Output goes to build/<arch>/: one cubin per variant and manifest.json. Exit status: 0 all built,
+1 a kernel failed (the others are built and listed), 2 the request is wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import fnmatch
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,32 +22,35 @@ from rich.table import Table
 
 from generator import arch as archs
 from generator import compile as compiling
-from generator import dispatch, legality, manifest, render, space
+from generator import legality, manifest, render, rows, space
 from generator.arch import Arch
-from generator.compile import BuildError, Compiler, Job, Outcome
+from generator.compile import Compiler, Job, Outcome, Record
 from generator.space import Entry
+from generator.toolchain import BuildError, default_jobs
 from generator.variant import FAMILIES, Variant
 
-out = Console(soft_wrap=True)
-err = Console(stderr=True, soft_wrap=True)
-FULL_SPACE_LIMIT = 400  # more than this is a mistake unless it is only listed
+out = Console(soft_wrap=True, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+TABLE_WIDTH = 220  # whole rows even in a narrow terminal or a pipe
+MAX_VARIANTS = 400  # per architecture and build; a larger request is a slip
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one invocation asks for, per architecture."""
+    """What one invocation asks for, on every architecture."""
 
-    families: tuple[str, ...] | None
-    only: tuple[str, ...]
-    filter: str | None
-    full: bool
+    families: tuple[str, ...] = ()  # empty: those of the default table
+    only: tuple[str, ...] = ()
+    pattern: str | None = None
+    full: bool = False
 
     @property
     def partial(self) -> bool:
-        return bool(self.only or self.filter or self.families)
+        """Whether what an earlier build left stays in the manifest."""
+        return bool(self.only or self.pattern or self.families)
 
 
-# ---- selection ------------------------------------------------------------------------------------------------------
+# ---- selection -----------------------------------------------------------------------------------
 
 
 def resolve_archs(names: list[str]) -> list[Arch]:
@@ -73,19 +79,25 @@ def _default_arch() -> str:
 
 
 def select(arch: Arch, request: Request) -> list[Entry]:
-    """Entries to build; raises ValueError for a name that is unknown or illegal, or a filter that matches nothing."""
+    """Entries to build.
+
+    Raises ValueError for a name that is malformed or illegal, or a filter that matches nothing.
+    """
     if request.only:
-        return [_named(name, arch, request) for name in request.only]
-    entries = space.full_space(arch, request.families) if request.full else space.default_space(arch, request.families)
-    if request.filter:
-        entries = (e for e in entries if fnmatch.fnmatchcase(e.variant.name, request.filter))
-    chosen = list(entries)
-    if not chosen:
-        raise ValueError(f"--filter {request.filter!r} matches no variant of {arch.name}; see --list")
-    return chosen
+        return [named(name, arch) for name in request.only]
+    choose = space.full_space if request.full else space.default_space
+    entries = list(choose(arch, request.families or None))
+    if request.pattern is not None:
+        entries = [e for e in entries if fnmatch.fnmatchcase(e.variant.name, request.pattern)]
+    if not entries:
+        raise ValueError(
+            f"--filter {request.pattern!r} matches no variant of {arch.name}; see --list"
+        )
+    return entries
 
 
-def _named(name: str, arch: Arch, request: Request) -> Entry:
+def named(name: str, arch: Arch) -> Entry:
+    """The entry called `name`: declared, or any other that is legal."""
     variant = Variant.parse(name)
     reason = legality.why_not(variant, arch)
     if reason is not None:
@@ -94,152 +106,194 @@ def _named(name: str, arch: Arch, request: Request) -> Entry:
     return next((e for e in declared if e.variant == variant), Entry(variant, "asked for by name"))
 
 
-# ---- output ---------------------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
+
+
+def _print_table(title: str, columns: list[str], lines: list[tuple], right: range) -> None:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i in right else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*map(str, line))
+    Console(width=max(out.width, TABLE_WIDTH), highlight=False).print(table)
 
 
 def print_list(arch: Arch, entries: list[Entry]) -> None:
-    table = Table(title=f"{arch.name}: {len(entries)} variants", title_justify="left", box=None, pad_edge=False)
-    for column, justify in (("variant", "left"), ("threads", "right"), ("shared bytes", "right"), ("why", "left")):
-        table.add_column(column, justify=justify, no_wrap=True)
-    for e in entries:
-        table.add_row(e.variant.name, str(e.variant.threads), str(e.variant.shared_bytes), e.reason)
-    _print_table(table)
+    """Name, threads, shared memory of every entry, and why it is in."""
+    lines = [(e.variant.name, e.variant.threads, e.variant.shared_bytes, e.reason) for e in entries]
+    columns = ["variant", "threads", "shared bytes", "why"]
+    _print_table(f"{arch.name}: {len(entries)} variants", columns, lines, range(1, 3))
 
 
 def print_report(arch: Arch, entries: list[Entry], folder: Path) -> None:
     """Resources of what is built, and the occupancy they allow."""
-    table = Table(title=f"{arch.name}: resources from ptxas", title_justify="left", box=None, pad_edge=False)
-    for column in ("variant", "registers", "spill bytes", "threads", "shared bytes", "CTAs/SM", "warps/SM", "s"):
-        table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
-    for e in entries:
-        record = compiling.read_record(folder, e.variant.name)
+    lines = []
+    for v in (e.variant for e in entries):
+        record = compiling.read_record(folder, v.name)
         if record is not None:
-            ctas = occupancy(e.variant, arch, record.registers)
-            v = e.variant
-            numbers = (record.registers, record.spills, v.threads, v.shared_bytes, ctas, ctas * v.threads // 32)
-            table.add_row(v.name, *map(str, numbers), f"{record.seconds:.1f}")
-    _print_table(table)
+            ctas = legality.occupancy(v, arch, record.registers)
+            warps = ctas * v.threads // 32
+            resources = (record.registers, record.spills, v.threads, v.shared_bytes)
+            lines.append((v.name, *resources, ctas, warps, f"{record.seconds:.1f}"))
+    columns = ["variant", "registers", "spill bytes", "threads", "shared bytes"]
+    columns += ["CTAs/SM", "warps/SM", "seconds"]
+    _print_table(f"{arch.name}: resources from ptxas", columns, lines, range(1, len(columns)))
 
 
-def _print_table(table: Table) -> None:
-    """Whole rows even in a narrow terminal or a pipe."""
-    console = Console(width=max(out.width, 220))
-    console.print(table)
+def print_failures(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        err.print(f"[red]failed[/red] {outcome.name}")
+        err.print(outcome.error, markup=False)
 
 
-def occupancy(variant: Variant, arch: Arch, registers: int) -> int:
-    """CTAs that fit on an SM: shared memory, threads, and registers in units of 256 per warp."""
-    per_warp = -(-registers * 32 // 256) * 256
-    warps = variant.threads // 32
-    return min(
-        arch.shared_per_sm // (variant.shared_bytes + archs.RESERVED_SHARED_BYTES),
-        arch.threads_per_sm // variant.threads,
-        arch.registers_per_sm // (per_warp * warps) if per_warp else 32,
-    )
+# ---- building ------------------------------------------------------------------------------------
 
 
-# ---- building -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Builder:
+    """One architecture's output folder and compiler."""
+
+    arch: Arch
+    folder: Path
+    compiler: Compiler
+
+    def job(self, entry: Entry) -> Job:
+        v = entry.variant
+        registers = legality.max_registers(v, self.arch)
+        return Job(v.name, render.render(v), self.folder, entry.allowed_spill_bytes, registers)
+
+    def cached(self, entry: Entry) -> Record | None:
+        return compiling.cached(self.compiler, self.job(entry))
+
+    def compile(self, stale: list[Entry], parallel: int) -> list[Outcome]:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[last]}"),
+        )
+        with Progress(*columns, console=err, disable=not stale) as progress:
+            task = progress.add_task(self.arch.name, total=len(stale), last="")
+
+            def done(outcome: Outcome) -> None:
+                last = f"{'FAILED ' if outcome.error else ''}{outcome.name}"
+                progress.update(task, advance=1, last=last)
+
+            jobs = [self.job(e) for e in stale]
+            return compiling.compile_all(self.compiler, jobs, parallel, done)
+
+    def publish(self, entries: list[Entry], keep_others: bool) -> int:
+        """Writes the manifest over everything that is up to date; returns how many that are.
+
+        With `keep_others`, what an earlier build listed stays if its cubin is still current.
+        """
+        listed = {e.variant.name: e for e in entries}
+        for name in manifest.listed_names(self.folder) if keep_others else ():
+            if name not in listed and legality.why_not(Variant.parse(name), self.arch) is None:
+                listed[name] = named(name, self.arch)
+        records = ((entry, self.cached(entry)) for entry in listed.values())
+        built = [(entry, record) for entry, record in records if record is not None]
+        table = rows.build_table(self.arch, [entry.variant for entry, _ in built])
+        manifest.write_manifest(self.folder, self.arch, built, table.to_json())
+        return len(built)
 
 
-def build_arch(arch: Arch, request: Request, folder: Path, jobs: int, dry_run: bool, report: bool) -> bool:
+def build(arch: Arch, request: Request, folder: Path, jobs: int, report: bool) -> bool:
     """Builds one architecture; returns whether everything asked for is there."""
     entries = select(arch, request)
-    if len(entries) > FULL_SPACE_LIMIT:
-        raise ValueError(f"{len(entries)} variants of {arch.name}: narrow them with --filter (at most {FULL_SPACE_LIMIT})")
-    compiler = Compiler.for_arch(arch)
-    work = {e.variant.name: make_job(e, arch, folder) for e in entries}
-    stale = [job for job in work.values() if compiling.cached(compiler, job) is None]
-    if dry_run:
-        for job in stale:
-            out.print(f"would compile {job.name}", highlight=False)
-        out.print(f"{arch.name}: {len(stale)} of {len(work)} to compile, nothing written", highlight=False)
-        return True
-    outcomes = _compile(compiler, arch, stale, jobs)
-    failed = [o for o in outcomes if o.error is not None]
-    built = publish(compiler, arch, request, entries, folder)
+    builder = _builder(arch, entries, folder)
+    stale = [e for e in entries if builder.cached(e) is None]
+    failed = [o for o in builder.compile(stale, jobs) if o.error is not None]
+    listed = builder.publish(entries, request.partial)
     if report:
         print_report(arch, entries, folder)
-    for outcome in failed:
-        err.print(f"[red]failed[/red] {outcome.name}", highlight=False)
-        err.print(outcome.error, highlight=False, markup=False)
+    print_failures(failed)
     out.print(
-        f"{arch.name}: {len(stale) - len(failed)} compiled, {len(work) - len(stale)} up to date, {len(failed)} failed; "
-        f"{built} in {folder / 'manifest.json'}",
-        highlight=False,
+        f"{arch.name}: {len(stale) - len(failed)} compiled, {len(entries) - len(stale)} up to "
+        f"date, {len(failed)} failed; {listed} listed in {folder / 'manifest.json'}"
     )
     return not failed
 
 
-def make_job(entry: Entry, arch: Arch, folder: Path) -> Job:
-    v = entry.variant
-    registers = legality.max_registers(v, arch)
-    return Job(v.name, render.render(v), folder, entry.allowed_spill_bytes, registers)
+def plan(arch: Arch, request: Request, folder: Path) -> None:
+    """Prints what `build` would compile; writes nothing."""
+    entries = select(arch, request)
+    builder = _builder(arch, entries, folder)
+    stale = [e for e in entries if builder.cached(e) is None]
+    for entry in stale:
+        out.print(f"would compile {entry.variant.name}")
+    out.print(f"{arch.name}: {len(stale)} of {len(entries)} to compile, nothing written")
 
 
-def _compile(compiler: Compiler, arch: Arch, stale: list[Job], jobs: int) -> list[Outcome]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}"))
-    with Progress(*columns, console=err, disable=not stale) as progress:
-        task = progress.add_task(arch.name, total=len(stale), last="")
-        return compiling.compile_all(
-            compiler, stale, jobs, lambda o: progress.update(task, advance=1, last=("FAILED " if o.error else "") + o.name)
+def _builder(arch: Arch, entries: list[Entry], folder: Path) -> Builder:
+    if len(entries) > MAX_VARIANTS:
+        raise ValueError(
+            f"{len(entries)} variants of {arch.name} are more than {MAX_VARIANTS}: "
+            "narrow them with --filter or --family"
         )
+    return Builder(arch, folder, Compiler.for_arch(arch))
 
 
-def publish(compiler: Compiler, arch: Arch, request: Request, entries: list[Entry], folder: Path) -> int:
-    """Writes the manifest: what was asked for and, after a partial build, what an earlier one left up to date."""
-    listed = {e.variant.name: e for e in entries}
-    if request.partial:
-        for name in manifest.listed_names(folder):
-            if name not in listed:
-                variant = Variant.parse(name)
-                if legality.why_not(variant, arch) is None:
-                    listed[name] = _named(name, arch, request)
-    built = []
-    for entry in listed.values():
-        record = compiling.cached(compiler, make_job(entry, arch, folder))
-        if record is not None:
-            built.append((entry, record))
-    table = dispatch.build_table(arch, [entry.variant for entry, _ in built])
-    manifest.write_manifest(folder, arch, built, table.to_json())
-    return len(built)
+# ---- command line --------------------------------------------------------------------------------
+
+ARCH_HELP = "sm_80, sm_86, sm_89, sm_90a, native or all; repeatable. Default: the GPU's, else sm_86"
+FAMILY_HELP = f"only these kernel families ({', '.join(FAMILIES)}); repeatable"
+Strings = list[str] | None
 
 
 def main(
-    arch: Annotated[Optional[list[str]], typer.Option(help="sm_80, sm_86, sm_89, sm_90a, native or all; repeatable. Default: the GPU found, else sm_86")] = None,
-    family: Annotated[Optional[list[str]], typer.Option(help=f"only these kernel families ({', '.join(FAMILIES)}); repeatable")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="print the variants and why each is in; build nothing")] = False,
-    only: Annotated[Optional[list[str]], typer.Option(help="only this variant, by full name; repeatable")] = None,
-    filter: Annotated[Optional[str], typer.Option(help="only variants whose name matches this glob")] = None,
+    arch: Annotated[Strings, typer.Option(help=ARCH_HELP)] = None,
+    family: Annotated[Strings, typer.Option(help=FAMILY_HELP)] = None,
+    list_: Annotated[
+        bool, typer.Option("--list", help="print the variants and why each is in; build nothing")
+    ] = False,
+    only: Annotated[Strings, typer.Option(help="this variant, by full name; repeatable")] = None,
+    pattern: Annotated[
+        str | None, typer.Option("--filter", help="only variants whose name matches this glob")
+    ] = None,
     space_: Annotated[str, typer.Option("--space", help="default or full")] = "default",
-    jobs: Annotated[Optional[int], typer.Option(min=1, help="parallel compilations; default: CPUs, at most $MAX_JOBS")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be compiled; write nothing")] = False,
-    out_: Annotated[Path, typer.Option("--out", help="output folder; cubins go to OUT/<arch>")] = Path("build"),
-    report: Annotated[bool, typer.Option("--report", help="print registers, spills, shared memory and occupancy")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="parallel compilations; default: CPUs, <= $MAX_JOBS")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what would be compiled; write nothing")
+    ] = False,
+    out_: Annotated[
+        Path, typer.Option("--out", help="output folder; cubins go to OUT/<arch>")
+    ] = Path("build"),
+    report: Annotated[
+        bool, typer.Option("--report", help="registers, spills, shared memory and occupancy")
+    ] = False,
 ) -> None:
     """Compile the INT4 GEMM kernels of one or more GPU architectures."""
     try:
-        ok = _run(arch or [], family or [], list_, only or [], filter, space_, jobs, dry_run, out_, report)
-    except (ValueError, BuildError) as error:
-        err.print(f"[red]error:[/red] {str(error)}", highlight=False)
+        request = _request(family or [], only or [], pattern, space_)
+        targets = resolve_archs(arch or [])
+        if list_:
+            for target in targets:
+                print_list(target, select(target, request))
+        elif dry_run:
+            for target in targets:
+                plan(target, request, out_ / target.name)
+        else:
+            parallel = jobs or default_jobs()
+            results = [build(t, request, out_ / t.name, parallel, report) for t in targets]
+            raise typer.Exit(0 if all(results) else 1)
+    except (ValueError, BuildError, OSError) as error:
+        err.print("[red]error:[/red]", end=" ")
+        err.print(str(error), markup=False)
         raise typer.Exit(2) from None
-    if not ok:
-        raise typer.Exit(1)
 
 
-def _run(arch, family, list_, only, filter, space_, jobs, dry_run, out_, report) -> bool:
-    if space_ not in ("default", "full"):
-        raise ValueError(f"--space {space_!r} is not default or full")
+def _request(family: list[str], only: list[str], pattern: str | None, which: str) -> Request:
+    if which not in ("default", "full"):
+        raise ValueError(f"--space {which!r} is not default or full")
     for name in family:
         if name not in FAMILIES:
             raise ValueError(f"--family {name!r} is not one of {', '.join(FAMILIES)}")
-    request = Request(tuple(dict.fromkeys(family)) or None, tuple(dict.fromkeys(only)), filter, space_ == "full")
-    ok = True
-    for target in resolve_archs(arch):
-        if list_:
-            print_list(target, select(target, request))
-        else:
-            ok &= build_arch(target, request, out_ / target.name, jobs or compiling.default_jobs(), dry_run, report)
-    return ok
+    unique = tuple(dict.fromkeys(only))
+    return Request(tuple(dict.fromkeys(family)), unique, pattern, which == "full")
 
 
 if __name__ == "__main__":

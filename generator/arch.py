@@ -11,7 +11,9 @@ RESERVED_SHARED_BYTES = 1024  # per block, taken by the system on compute capabi
 
 @dataclass(frozen=True)
 class Arch:
-    """Limits from the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"."""
+    """Limits from the CUDA C++ Programming Guide, table "Technical Specifications per Compute
+    Capability".
+    """
 
     name: str  # what nvcc calls it: sm_90a
     compute_capability: tuple[int, int]
@@ -73,8 +75,8 @@ GPUS: dict[str, Gpu] = {
         _gpu("RTX 4090", "sm_89", 128, 1008, 72, 165, 2.52),
         _gpu("L40S", "sm_89", 142, 864, 96, 362, 2.52),
         _gpu("H100", "sm_90a", 132, 3350, 50, 989, 1.83),
-        # Measured on an H200, 2026-11-29: 4.3 TB/s streaming weights, 60 MB of L2, 1.78 GHz inside these kernels,
-        # up to 790 TFLOP/s in a large fp16 product.
+        # Measured on an H200, 2026-11-29: 4.3 TB/s streaming weights, 60 MB of L2, 1.78 GHz inside
+        # these kernels, up to 790 TFLOP/s in a large fp16 product.
         _gpu("H200", "sm_90a", 132, 4300, 60, 790, 1.78),
     )
 }
@@ -89,14 +91,19 @@ def resolve_arch(text: str) -> tuple[Arch, str | None]:
     name = name if name.startswith("sm_") else f"sm_{name}"
     notice = None
     if name == "sm_90":
-        name, notice = "sm_90a", f"{text} means sm_90a here: wgmma and setmaxnreg need the 'a' target"
+        name, notice = (
+            "sm_90a",
+            f"{text} means sm_90a here: wgmma and setmaxnreg need the 'a' target",
+        )
     if name not in ARCHS:
         raise ValueError(f"arch={text!r} is not one of {', '.join(ARCHS)}, native, all")
     return ARCHS[name], notice
 
 
 def arch_for_capability(major: int, minor: int) -> Arch:
-    """The Arch whose cubins run on compute capability major.minor; raises ValueError if there is none."""
+    """The Arch whose cubins run on compute capability major.minor; raises ValueError if there is
+    none.
+    """
     for arch in reversed(ARCHS.values()):
         cc = arch.compute_capability
         exact = arch.name.endswith("a")
@@ -114,6 +121,8 @@ def native_arch() -> Arch:
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
         raise ValueError("arch=native needs a GPU: the driver reports none")
-    cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    cuda.cuDeviceGetAttribute(
+        ctypes.byref(major), 75, device
+    )  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
     cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
     return arch_for_capability(major.value, minor.value)

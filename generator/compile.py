@@ -4,115 +4,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
-import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from generator.arch import Arch
 from generator.render import INCLUDE, write_if_changed
+from generator.toolchain import find_nvcc, flags, last_lines, nvcc_version
 
-ERROR_LINES = 20  # of nvcc's output in an error
-
-
-class BuildError(Exception):
-    """A failure the user can act on; its text is the whole message."""
-
-
-# ---- the compiler -------------------------------------------------------------------------------------------------
-
-
-def find_nvcc(env: Mapping[str, str] = os.environ) -> Path:
-    """nvcc from $NVCC, $CUDA_HOME/bin, PATH, or PyPI's CUDA packages; BuildError lists where it looked."""
-    looked = []
-    for where, candidate in _nvcc_candidates(env):
-        looked.append(f"  {where}")
-        if candidate is not None and candidate.is_file() and os.access(candidate, os.X_OK):
-            return candidate
-    raise BuildError(
-        "nvcc was not found. Looked at:\n"
-        + "\n".join(looked)
-        + '\nInstall it with: pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"'
-    )
-
-
-def _nvcc_candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path | None]]:
-    nvcc, home, path = env.get("NVCC"), env.get("CUDA_HOME"), env.get("PATH", "")
-    named = shutil.which(nvcc, path=path) if nvcc else None
-    yield f"$NVCC ({nvcc or 'not set'})", Path(named) if named else None
-    yield f"$CUDA_HOME/bin ({home or 'not set'})", Path(home) / "bin" / "nvcc" if home else None
-    found = shutil.which("nvcc", path=path)
-    yield f"PATH ({path})", Path(found) if found else None
-    for site in dict.fromkeys(sysconfig.get_paths()[k] for k in ("purelib", "platlib")):
-        pypi = Path(site) / "nvidia" / "cu13" / "bin" / "nvcc"
-        yield f"PyPI packages ({pypi})", pypi
-
-
-@functools.lru_cache(maxsize=None)
-def nvcc_version(nvcc: Path) -> str:
-    run = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
-    match = re.search(r"release (\S+), (V\S+)", run.stdout)
-    if run.returncode or match is None:
-        raise BuildError(f"{nvcc} --version failed:\n{_tail(run.stdout + run.stderr)}")
-    return match[2]
-
-
-def cutlass_include() -> Path:
-    """Headers of the nvidia-cutlass wheel."""
-    spec = importlib.util.find_spec("cutlass_library")
-    if spec is None or spec.origin is None:
-        raise BuildError("cutlass_library was not found; install it with: pip install --no-deps nvidia-cutlass==4.2.0.0")
-    return Path(spec.origin).parent / "source" / "include"
-
-
-def flags(arch: Arch, env: Mapping[str, str] = os.environ) -> list[str]:
-    """Options of every compilation for `arch`."""
-    return [
-        "-std=c++17",
-        "-O3",
-        "--expt-relaxed-constexpr",
-        "-DNDEBUG",  # asserts are calls, and a call serialises wgmma (C7510)
-        "-Xptxas",
-        "-v",
-        f"-gencode=arch={arch.compute},code={arch.name}",
-        "-cubin",
-        f"-I{INCLUDE}",
-        f"-I{cutlass_include()}",
-        *_host_compiler(env),
-    ]
-
-
-def _host_compiler(env: Mapping[str, str]) -> list[str]:
-    words = [w for w in shlex.split(env.get("CXX", "")) if os.path.basename(w) not in ("ccache", "sccache")]
-    if not words:
-        return []
-    if shutil.which(words[0], path=env.get("PATH")) is None:
-        raise BuildError(f"CXX={env['CXX']!r}: {words[0]} was not found")
-    return ["-ccbin", words[0]]
-
-
-def default_jobs(env: Mapping[str, str] = os.environ) -> int:
-    """Parallel compilations: the CPUs this process may use, at most MAX_JOBS."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = env.get("MAX_JOBS")
-    if limit is None:
-        return cpus
-    if not limit.isdigit() or int(limit) < 1:
-        raise BuildError(f"MAX_JOBS={limit!r} is not a positive number")
-    return min(cpus, int(limit))
-
-
-# ---- what ptxas said ----------------------------------------------------------------------------------------------
+# ---- what ptxas said -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -131,11 +39,15 @@ class PtxasReport:
 
 
 def parse_ptxas(text: str) -> PtxasReport:
-    """Reads registers, spills and performance warnings (C75xx: wgmma serialised) from the compiler's output."""
+    """Reads registers, spills and performance warnings (C75xx: wgmma serialised) from the
+    compiler's output.
+    """
     report = PtxasReport()
     if match := re.search(r"Used (\d+) registers", text):
         report.registers = int(match[1])
-    if match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text):
+    if match := re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
+    ):
         report.stack, report.spill_stores, report.spill_loads = (int(g) for g in match.groups())
     for line in text.splitlines():
         if re.search(r"\bC75\d\d\b", line) or ("warning" in line.lower() and "ptxas" in line):
@@ -143,25 +55,27 @@ def parse_ptxas(text: str) -> PtxasReport:
     return report
 
 
-def complaint(report: PtxasReport, allowed_spill_bytes: int = 0, max_registers: int = 255) -> str | None:
+def complaint(
+    report: PtxasReport, allowed_spill_bytes: int = 0, max_registers: int = 255
+) -> str | None:
     """Why a kernel that compiled is still refused, or None."""
     serious = [w for w in report.warnings if re.search(r"\bC75\d\d\b", w)]
     if serious:
         return "ptxas serialises wgmma, which costs 15 %:\n" + "\n".join(dict.fromkeys(serious))
     if report.spills > allowed_spill_bytes:
         return (
-            f"{report.spill_stores} bytes of spill stores and {report.spill_loads} of loads at {report.registers} "
-            f"registers; allowed are {allowed_spill_bytes}"
+            f"{report.spill_stores} bytes of spill stores and {report.spill_loads} of loads at "
+            f"{report.registers} registers; allowed are {allowed_spill_bytes}"
         )
     if report.registers > max_registers:
         return (
-            f"{report.registers} registers a thread; with more than {max_registers} fewer CTAs fit on an SM than ctas_per_sm "
-            "says, and CTAs that wait for each other would hang"
+            f"{report.registers} registers a thread; with more than {max_registers} fewer CTAs fit "
+            "on an SM than ctas_per_sm says, and CTAs that wait for each other would hang"
         )
     return None
 
 
-# ---- one compilation ----------------------------------------------------------------------------------------------
+# ---- one compilation -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -208,7 +122,9 @@ class Compiler:
     @classmethod
     def for_arch(cls, arch: Arch, env: Mapping[str, str] = os.environ) -> Compiler:
         nvcc = find_nvcc(env)
-        extra = "".join(f"{k}={env.get(k, '')};" for k in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
+        extra = "".join(
+            f"{k}={env.get(k, '')};" for k in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+        )
         return cls(nvcc, tuple(flags(arch, env)), nvcc_version(nvcc), extra)
 
     def key(self, source: str) -> str:
@@ -228,11 +144,16 @@ class Compiler:
         with tempfile.TemporaryDirectory(dir=job.folder, prefix=".building-") as aside:
             temporary = Path(aside) / cubin.name
             command = [str(self.nvcc), *self.flags, "-o", str(temporary), str(source)]
-            run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            run = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
             report = parse_ptxas(run.stdout)
             error = None
             if run.returncode:
-                error = f"nvcc failed ({run.returncode}); its last lines:\n{_tail(run.stdout)}\ncommand: {shlex.join(command)}"
+                error = (
+                    f"nvcc failed ({run.returncode}); its last lines:\n{last_lines(run.stdout)}\n"
+                    f"command: {shlex.join(command)}"
+                )
             else:
                 error = complaint(report, job.allowed_spill_bytes, job.max_registers)
             if error is not None:
@@ -241,7 +162,9 @@ class Compiler:
             seconds = time.monotonic() - started
             return Outcome(job.name, self._keep(job, temporary, cubin, report, seconds))
 
-    def _keep(self, job: Job, temporary: Path, cubin: Path, report: PtxasReport, seconds: float) -> Record:
+    def _keep(
+        self, job: Job, temporary: Path, cubin: Path, report: PtxasReport, seconds: float
+    ) -> Record:
         record = Record(
             name=job.name,
             key=self.key(job.source),
@@ -252,7 +175,9 @@ class Compiler:
             stack=report.stack,
         )
         os.replace(temporary, cubin)
-        write_if_changed(record_path(job.folder, job.name), json.dumps(asdict(record), indent=1) + "\n")
+        write_if_changed(
+            record_path(job.folder, job.name), json.dumps(asdict(record), indent=1) + "\n"
+        )
         return record
 
 
@@ -288,9 +213,14 @@ def _refused(record: Record, job: Job) -> bool:
 
 
 def compile_all(
-    compiler: Compiler, jobs: Iterable[Job], parallel: int, done: Callable[[Outcome], None] = lambda outcome: None
+    compiler: Compiler,
+    jobs: Iterable[Job],
+    parallel: int,
+    done: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Outcomes in the order of `jobs`; `done` is called as each finishes. One failure does not stop the others."""
+    """Outcomes in the order of `jobs`; `done` is called as each finishes. One failure does not stop
+    the others.
+    """
     jobs = list(jobs)
     for folder in {job.folder for job in jobs}:
         folder.mkdir(parents=True, exist_ok=True)
@@ -306,12 +236,12 @@ def compile_all(
     return [outcomes[i] for i in range(len(jobs))]
 
 
-# ---- headers ------------------------------------------------------------------------------------------------------
+# ---- headers -------------------------------------------------------------------------------------
 
 
 def reachable_headers(source: str) -> list[str]:
-    """Our headers that `source` includes, directly or through others, sorted. CUTLASS's are covered by its version in the path
-    and by nvcc's version; they never change inside one environment."""
+    """Our headers that `source` includes, directly or through others, sorted. CUTLASS's are covered
+    by its version in the path and by nvcc's version; they never change inside one environment."""
     seen: set[str] = set()
     queue = _includes(source)
     while queue:
@@ -326,10 +256,6 @@ def _includes(text: str) -> list[str]:
     return re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.M)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _header_bytes(header: str) -> bytes:
     return (INCLUDE / header).read_bytes()
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-ERROR_LINES:])

@@ -1,7 +1,7 @@
 """A time model of one launch, to rank variants where nothing was measured.
 
-time = launch + fill + max(memory, tensor cores with dequantisation) on the busiest SM + a share of the
-shorter of the two + fix-up. The constants were fitted to H200 measurements of 2026-11-29
+time = launch + fill + max(memory, tensor cores with dequantisation) on the busiest SM + a share of
+the shorter of the two + fix-up. The constants were fitted to H200 measurements of 2026-11-29
 (docs/performance.md); for other GPUs they are a guess that keeps the order of variants plausible.
 """
 
@@ -14,7 +14,8 @@ from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, block_by
 from generator.schedule import Schedule, make_schedule
 from generator.variant import Variant
 
-# Measured H200 2026-11-29: gap between kernels without dependent launch 2.9 us, first full stage 1.3-2.3 us after the start.
+# Measured H200 2026-11-29: gap between kernels without dependent launch 2.9 us, first full stage
+# 1.3-2.3 us after the start.
 LAUNCH_US = 2.0
 FILL_US = 1.3
 STREAM_K_FIX_UP_US = 1.4  # partial tile through L2: 1.2-1.5 us in the loop, 1-1.3 us at the end
@@ -25,16 +26,23 @@ TILE_US = 0.5  # epilogue and restart of a tile that nothing overlaps
 LATENCY_US = 0.9
 L2_BYTES_PER_CLOCK = 32  # per SM, sustained by all SMs together
 
-# wgmma m64nNk16 from registers, cycles: 13 for N <= 16, N / 2 beyond (measured H200 2026-11-29). One 64 x 64 step is four.
+# wgmma m64nNk16 from registers, cycles: 13 for N <= 16, N / 2 beyond (measured H200 2026-11-29).
+# One 64 x 64 step is four.
 WGMMA_MIN_CYCLES = 13.0
 WGMMA_CYCLES_PER_ROW = 0.5
 SUSTAINED = 1.2  # whole kernels against the instruction alone: 712-790 of 962 TFLOP/s
 SHARED_TIME = 0.25  # share of the shorter of (memory, compute) that does not hide behind the longer
 DEQUANT_CYCLES = 28.0  # of one 64 x 64 step that do not hide behind small wgmma
-# Ampere and Ada: one 64 x 64 step is 144 warp instructions of dequantisation and 32 row fragments over four schedulers.
+# Ampere and Ada: one 64 x 64 step is 144 warp instructions of dequantisation and 32 row fragments
+# over four schedulers.
 MMA_DEQUANT_CYCLES = 44.0
 MMA_EXPOSED = 0.35  # share of the shorter of (tensor, dequantisation) that does not overlap
-FORMAT_FACTOR = {("f16", False): 1.0, ("f16", True): 1.25, ("bf16", False): 1.15, ("bf16", True): 1.45}
+FORMAT_FACTOR = {
+    ("f16", False): 1.0,
+    ("f16", True): 1.25,
+    ("bf16", False): 1.15,
+    ("bf16", True): 1.45,
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,9 @@ class Cost:
 
 
 def reference_gpu(arch: Arch, sms: int | None = None) -> Gpu:
-    """The named GPU of `arch` that stands for devices with `sms` SMs (the last one named, if none has as many)."""
+    """The named GPU of `arch` that stands for devices with `sms` SMs (the last one named, if none
+    has as many).
+    """
     named = [g for g in GPUS.values() if g.arch == arch.name] or list(GPUS.values())
     return next((g for g in reversed(named) if g.sms == sms), named[-1])
 
@@ -81,7 +91,9 @@ def _busiest_steps(variant: Variant, schedule: Schedule, gpu: Gpu) -> tuple[floa
     slots = gpu.sms * variant.ctas_per_sm
     units = schedule.tiles * schedule.k_steps
     if variant.decomposition in ("striped", "stream_k"):
-        return ceil_div(units, min(units, slots)) * _ctas_on_busiest(schedule.grid, gpu, variant), units / slots
+        return ceil_div(units, min(units, slots)) * _ctas_on_busiest(
+            schedule.grid, gpu, variant
+        ), units / slots
     per_cta = schedule.k_steps / schedule.split
     ctas = schedule.tiles * schedule.split
     if ctas <= slots:
@@ -94,15 +106,23 @@ def _ctas_on_busiest(ctas: int, gpu: Gpu, variant: Variant) -> int:
     return min(variant.ctas_per_sm, max(1, ceil_div(ctas, gpu.sms)))
 
 
-def _memory_us(problem: ProblemShape, v: Variant, schedule: Schedule, busiest: float, gpu: Gpu) -> float:
-    """The longest of: all bytes from memory, the bytes of the busiest SM at its own rate, all bytes from L2."""
+def _memory_us(
+    problem: ProblemShape, v: Variant, schedule: Schedule, busiest: float, gpu: Gpu
+) -> float:
+    """The longest of: all bytes from memory, the bytes of the busiest SM at its own rate, all bytes
+    from L2.
+    """
     activations = 2 * problem.m * problem.k + 2 * problem.m * problem.n
     passes = ceil_div(schedule.m_tiles, schedule.raster)
     weights = problem.weight_bytes
-    if weights > gpu.l2_bytes / 2:  # groups of row tiles come back to weights that L2 no longer holds
+    if (
+        weights > gpu.l2_bytes / 2
+    ):  # groups of row tiles come back to weights that L2 no longer holds
         weights *= passes
     memory = (weights + activations) / gpu.bandwidth
-    stage = v.m_tile * v.k_sm * 2 + v.n_sm // BLOCK_COLUMNS * v.k_sm // BLOCK_DEPTH * block_bytes(v.group_size, v.zeros)
+    stage = v.m_tile * v.k_sm * 2 + v.n_sm // BLOCK_COLUMNS * v.k_sm // BLOCK_DEPTH * block_bytes(
+        v.group_size, v.zeros
+    )
     in_flight = v.stages * stage * v.ctas_per_sm
     rate = min(in_flight / (LATENCY_US * 1e-6), L2_BYTES_PER_CLOCK * gpu.clock)
     return max(memory, busiest * stage / rate) * 1e6
@@ -116,7 +136,9 @@ def _step_us(v: Variant, gpu: Gpu) -> float:
         exposed = max(0.0, DEQUANT_CYCLES * dequant_factor - max(0.0, tensor - 64) * 0.4)
         cycles = tensor * SUSTAINED + exposed
     else:
-        rate = gpu.tensor_flops / (gpu.sms * gpu.clock) * (0.62 if gpu.arch == "sm_90a" else 1.0)  # mma.sync on Hopper
+        rate = (
+            gpu.tensor_flops / (gpu.sms * gpu.clock) * (0.62 if gpu.arch == "sm_90a" else 1.0)
+        )  # mma.sync on Hopper
         tensor = 2 * 64 * 64 * max(8, v.m_tile) / rate
         dequant = MMA_DEQUANT_CYCLES * dequant_factor
         cycles = max(tensor, dequant) + MMA_EXPOSED * min(tensor, dequant)
@@ -130,6 +152,8 @@ def _fix_up_us(v: Variant, schedule: Schedule, waves: float) -> float:
     k_groups = K_GROUP_FIX_UP_US if v.warps_k > 1 else 0.0
     if v.decomposition in ("striped", "stream_k"):
         aligned = schedule.tiles % schedule.grid == 0
-        return max(1.0, waves / schedule.k_steps) * (TILE_US + k_groups) + (0.0 if aligned else STREAM_K_FIX_UP_US)
+        return max(1.0, waves / schedule.k_steps) * (TILE_US + k_groups) + (
+            0.0 if aligned else STREAM_K_FIX_UP_US
+        )
     split = CLUSTER_FIX_UP_US if v.cluster > 1 else STREAM_K_FIX_UP_US if v.split > 1 else 0.0
     return waves * (TILE_US + k_groups + split)

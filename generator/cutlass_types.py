@@ -1,12 +1,13 @@
 """A Variant in the vocabulary of CUTLASS: data types, math instruction, tile description.
 
-The enums and tag tables are those of `cutlass_library` (PyPI: nvidia-cutlass); this module only adds the element tags
-of our kernels. Names of Variant.dtype are `DataTypeNames` of CUTLASS.
+The enums and tag tables are those of `cutlass_library` (PyPI: nvidia-cutlass); this module only
+adds the element tags of our kernels. Names of Variant.dtype are `DataTypeNames` of CUTLASS.
 """
 
 from __future__ import annotations
 
-# NOTE: import submodules by name. `cutlass_library/__init__` leaves some out when '-m' is in sys.argv (pytest -m ...).
+# NOTE: import submodules by name. `cutlass_library/__init__` leaves some out when '-m' is in
+# sys.argv (pytest -m ...).
 from cutlass_library import library as cutlass
 
 from generator.variant import Variant
@@ -14,7 +15,8 @@ from generator.variant import Variant
 DATA_TYPES: dict[str, cutlass.DataType] = {
     cutlass.DataTypeNames[t]: t for t in (cutlass.DataType.f16, cutlass.DataType.bf16)
 }
-# The tag types that select an element in the kernels (prims.cuh); cutlass_library's own tags are cutlass::half_t ...
+# The tag types that select an element in the kernels (prims.cuh); cutlass_library's own tags are
+# cutlass::half_t ...
 ELEMENT_TAG = {
     cutlass.DataType.f16: "marlin_cutlass::F16",
     cutlass.DataType.bf16: "marlin_cutlass::BF16",
@@ -43,7 +45,12 @@ def math_instruction(variant: Variant) -> cutlass.MathInstruction:
     shape = [16, 8, 16] if variant.family == "ampere" else [64, variant.m_tile, 16]
     e = element(variant)
     return cutlass.MathInstruction(
-        shape, e, e, cutlass.DataType.f32, cutlass.OpcodeClass.TensorOp, cutlass.MathOperation.multiply_add
+        shape,
+        e,
+        e,
+        cutlass.DataType.f32,
+        cutlass.OpcodeClass.TensorOp,
+        cutlass.MathOperation.multiply_add,
     )
 
 

@@ -1,28 +1,22 @@
-"""DispatchTable: ordered typed rows from a problem's shape to a geometry; the first row whose variant exists wins.
+"""DispatchTable: ordered typed rows from a problem's shape to a geometry; the first row whose
+variant exists wins.
 
-Rows come from measurements (generator/tuning/*.json) and, where nothing was measured, from the cost model. A table
-is total (every shape and every format that has a variant finds one) and has no row that can never be the first match.
+Rows come from measurements (generator/tuning/*.json) and, where nothing was measured, from the cost
+model. A table is total (every shape and every format that has a variant finds one) and has no row
+that can never be the first match.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from generator.arch import GPUS, Arch
-from generator.cost import estimate, reference_gpu
 from generator.problem import ProblemShape
 from generator.space import ALL, Format
 from generator.variant import Geometry, Variant
 
-TUNING = Path(__file__).parent / "tuning"
-MODEL = "model"
-
-
-# ---- rows -----------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,10 @@ class DispatchRow:
         )
 
     def takes(self, fmt: Format) -> bool:
-        return all(mine in (None, theirs) for mine, theirs in zip((self.dtype, self.zeros, self.group_size), fmt))
+        return all(
+            mine in (None, theirs)
+            for mine, theirs in zip((self.dtype, self.zeros, self.group_size), fmt)
+        )
 
     def to_json(self) -> dict:
         return {
@@ -84,7 +81,7 @@ class DispatchRow:
         return cls(**{**row, **ranges})
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,9 @@ class DispatchTable:
     variants: frozenset[str]  # names
 
     def select(self, problem: ProblemShape, sms: int) -> tuple[Variant, DispatchRow]:
-        """The variant for a call and the row that chose it; raises LookupError if no row has one."""
+        """The variant for a call and the row that chose it; raises LookupError if no row has
+        one.
+        """
         for row in self.rows:
             if row.matches(problem, sms):
                 fmt = (problem.dtype, problem.zeros, problem.kernel_group_size)
@@ -113,7 +112,9 @@ class DispatchTable:
         return [f for f in ALL if f in have]
 
     def gaps(self) -> list[tuple[Format, tuple]]:
-        """(format, (sms, m, n, k) at the low corner) of regions where no row gives a variant; empty: the table is total."""
+        """(format, (sms, m, n, k) at the low corner) of regions where no row gives a variant;
+        empty: the table is total.
+        """
         return [(fmt, cell) for fmt, cell, first in self._first_matches() if first is None]
 
     def unreachable(self) -> list[DispatchRow]:
@@ -129,14 +130,18 @@ class DispatchTable:
         return {first for _, _, first in self._first_matches()}
 
     def _first_matches(self) -> Iterator[tuple[Format, tuple, int | None]]:
-        """The index of the first row for every cell of the grid that the rows' bounds cut shapes into.
+        """The index of the first row for every cell of the grid that the rows' bounds cut shapes
+        into.
 
-        Formats that see the same rows share one pass, so a table of hundreds of rows takes well under a second.
+        Formats that see the same rows share one pass, so a table of hundreds of rows takes well
+        under a second.
         """
         axes = _Axes(self.rows)
         passes: dict[tuple[int, ...], list[Format]] = {}
         for fmt in self.formats():
-            seen = tuple(i for i, row in enumerate(self.rows) if row.takes(fmt) and self._exists(row, fmt))
+            seen = tuple(
+                i for i, row in enumerate(self.rows) if row.takes(fmt) and self._exists(row, fmt)
+            )
             passes.setdefault(seen, []).append(fmt)
         for seen, formats in passes.items():
             owner: dict[tuple, int] = {}
@@ -151,20 +156,32 @@ class DispatchTable:
 
 
 class _Axes:
-    """The grid of cells between the bounds of all rows; inside a cell every row matches everywhere or nowhere."""
+    """The grid of cells between the bounds of all rows; inside a cell every row matches everywhere
+    or nowhere.
+    """
 
     def __init__(self, rows: Iterable[DispatchRow]) -> None:
         rows = list(rows)
-        self.sms = [None, *sorted({r.sms for r in rows if r.sms is not None})]  # None: a device no row names
+        self.sms = [
+            None,
+            *sorted({r.sms for r in rows if r.sms is not None}),
+        ]  # None: a device no row names
         self.starts = []
         for axis, lowest in (("m", 0), ("n", 1), ("k", 1)):
             ranges = [getattr(r, axis) for r in rows]
-            bounds = {lowest, *(r.lo for r in ranges), *(r.hi + 1 for r in ranges if r.hi is not None)}
+            bounds = {
+                lowest,
+                *(r.lo for r in ranges),
+                *(r.hi + 1 for r in ranges if r.hi is not None),
+            }
             self.starts.append(sorted(b for b in bounds if b >= lowest))
 
     def cells(self, row: DispatchRow) -> Iterator[tuple]:
         sms = range(len(self.sms)) if row.sms is None else [self.sms.index(row.sms)]
-        spans = [[i for i, s in enumerate(starts) if s in r] for starts, r in zip(self.starts, (row.m, row.n, row.k))]
+        spans = [
+            [i for i, s in enumerate(starts) if s in r]
+            for starts, r in zip(self.starts, (row.m, row.n, row.k))
+        ]
         return itertools.product(sms, *spans)
 
     def all_cells(self) -> Iterator[tuple]:
@@ -172,188 +189,3 @@ class _Axes:
 
     def corner(self, cell: tuple) -> tuple:
         return (self.sms[cell[0]], *(starts[i] for starts, i in zip(self.starts, cell[1:])))
-
-
-# ---- rows from measurements -----------------------------------------------------------------------------------------
-
-# How far from a measured shape a measurement still decides. Along n the number of tiles against the number of SMs
-# matters, along k hardly anything does.
-REACH_N = 1.12
-REACH_K = 1.5
-REACH_M = 2  # a measurement at m decides for m / 2 < rows <= m, down to the next measured m
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One timed call: microseconds of `geometry` at a shape on a device with `sms` SMs."""
-
-    sms: int
-    n: int
-    k: int
-    m: int
-    geometry: str
-    us: float
-    source: str
-    group_size: int = 128
-    dtype: str = "f16"
-    zeros: bool = False
-
-
-def read_measurements(arch: Arch, folder: Path = TUNING) -> list[Measurement]:
-    """All measurements of `arch`, in file and declaration order.
-
-    A file is {"arch", "gpu", "date", "entries": [{"sms", "n", "k", "m", "geometry", "us"}]}. Raises ValueError naming file and
-    entry for anything malformed.
-    """
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        data = json.loads(path.read_text())
-        if data.get("arch") != arch.name:
-            continue
-        source = f"measured {data['gpu']} {data['date']}"
-        for i, entry in enumerate(data["entries"]):
-            try:
-                Geometry.parse(entry["geometry"])
-                found.append(Measurement(**entry, source=source))
-            except (TypeError, KeyError, ValueError) as error:
-                raise ValueError(f"{path.name}, entry {i}: {error}") from error
-    return found
-
-
-def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> list[DispatchRow]:
-    """For each measured shape the fastest geometry that is built, valid up to half way to the next measured shape."""
-    rows = []
-    best = _fastest(measurements, variants)
-    devices = sorted({(x.sms, x.zeros, x.dtype, x.group_size) for x in best})
-    for device in devices:
-        mine = [x for x in best if (x.sms, x.zeros, x.dtype, x.group_size) == device]
-        for n in (ns := sorted({x.n for x in mine})):
-            for k in (ks := sorted({x.k for x in mine if x.n == n})):
-                here = sorted((x for x in mine if (x.n, x.k) == (n, k)), key=lambda x: x.m)
-                rows += _shape_rows(here, _around(n, ns, REACH_N), _around(k, ks, REACH_K))
-    return rows
-
-
-def _fastest(measurements: list[Measurement], variants: frozenset[str]) -> list[Measurement]:
-    best: dict[tuple, Measurement] = {}
-    for x in measurements:
-        variant = Geometry.parse(x.geometry).with_format(x.dtype, x.zeros, x.group_size)
-        key = (x.sms, x.n, x.k, x.m, x.dtype, x.zeros, x.group_size)
-        if variant.name in variants and (key not in best or x.us < best[key].us):
-            best[key] = x
-    return list(best.values())
-
-
-def _shape_rows(here: list[Measurement], n: Range, k: Range) -> Iterator[DispatchRow]:
-    """Rows of one measured (n, k); neighbours in m with the same winner become one."""
-    special = any((x.dtype, x.zeros, x.group_size) != ("f16", False, 128) for x in here)
-    previous, pending = 0, None
-    for x in here:
-        lo = 0 if previous == 0 and x.m <= 16 else max(previous, x.m // REACH_M) + 1
-        previous = x.m
-        fmt = {"dtype": x.dtype, "zeros": x.zeros, "group_size": x.group_size} if special else {}
-        if pending is not None and pending.geometry == x.geometry and pending.m.hi == lo - 1:
-            lo = pending.m.lo
-        elif pending is not None:
-            yield pending
-        pending = DispatchRow(Range(lo, x.m), n, k, x.geometry, x.source, sms=x.sms, **fmt)
-    if pending is not None:
-        yield pending
-
-
-def _around(x: int, all_x: list[int], reach: float) -> Range:
-    """From half way (geometric mean) below to half way above `x`, at most a factor `reach`."""
-    i = all_x.index(x)
-    low = max(x / reach, (all_x[i - 1] * x) ** 0.5 if i > 0 else 0)
-    high = min(x * reach, (all_x[i + 1] * x) ** 0.5 if i + 1 < len(all_x) else float("inf"))
-    return Range(min(x, int(low) + 1), max(x, int(high)))
-
-
-# ---- rows from the model --------------------------------------------------------------------------------------------
-
-# Upper bounds of the cells for which the model is asked, at their upper corner. Steps in n follow the number of tiles.
-M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
-N_STEPS = (256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 10240, 12288, 14336, 16384, 22528, 28672)
-K_STEPS = (1024, 2048, 4096, 8192)
-BEYOND = {"m": 4096, "n": 57344, "k": 16384}  # what stands for everything larger
-TOLERANCE = 1.03  # a cell takes its neighbour's geometry if that costs at most this much more
-
-
-def _cells(steps: tuple[int, ...], beyond: int, lowest: int) -> list[tuple[Range, int]]:
-    bounds = [lowest - 1, *steps]
-    cells = [(Range(lo + 1, hi), hi) for lo, hi in itertools.pairwise(bounds)]
-    return [*cells, (Range(steps[-1] + 1, None), beyond)]
-
-
-def model_rows(arch: Arch, geometries: list[Geometry], fmt: Format, sms: int | None) -> list[DispatchRow]:
-    """The model's choice among `geometries` for every shape, as few rows as neighbours with one choice allow."""
-    gpu = reference_gpu(arch, sms)
-    variants = [g.with_format(*fmt) for g in geometries]
-    columns = []  # per m: choices over (n, k)
-    for m_range, m in _cells(M_STEPS, BEYOND["m"], 0):
-        for k_range, k in _cells(K_STEPS, BEYOND["k"], 1):
-            choice = None
-            for n_range, n in _cells(N_STEPS, BEYOND["n"], 1):
-                problem = ProblemShape(m, n, k, fmt[2], fmt[0], fmt[1])
-                choice = _cheapest(problem, variants, gpu, choice)
-                columns.append((m_range, n_range, k_range, choice.geometry().name))
-    rows = [DispatchRow(m, n, k, g, MODEL, sms=sms) for m, n, k, g in columns]
-    for axis in "nkm":
-        rows = _merge(rows, axis)
-    return rows
-
-
-def _cheapest(problem: ProblemShape, variants: list[Variant], gpu, favourite: Variant | None) -> Variant:
-    costs = {v.name: estimate(problem, v, gpu).total for v in variants}
-    best = min(variants, key=lambda v: costs[v.name])  # ties: the first declared
-    if favourite is not None and costs[favourite.name] <= TOLERANCE * costs[best.name]:
-        return favourite
-    return best
-
-
-def _merge(rows: list[DispatchRow], axis: str) -> list[DispatchRow]:
-    """Joins rows that differ only in adjacent ranges along `axis`."""
-    merged: list[DispatchRow] = []
-    last: dict[tuple, int] = {}
-    for row in rows:
-        others = tuple(getattr(row, a) for a in "mnk" if a != axis) + (row.geometry, row.sms)
-        i = last.get(others)
-        r = getattr(row, axis)
-        if i is not None and getattr(merged[i], axis).hi == r.lo - 1:
-            joined = {**merged[i].__dict__, axis: Range(getattr(merged[i], axis).lo, r.hi)}
-            merged[i] = DispatchRow(**joined)
-        else:
-            last[others] = len(merged)
-            merged.append(row)
-    return merged
-
-
-# ---- both -----------------------------------------------------------------------------------------------------------
-
-
-def build_table(arch: Arch, variants: Iterable[Variant], folder: Path = TUNING) -> DispatchTable:
-    """The table over `variants`: measurements first, then the model for named devices, then for any device.
-
-    Formats with the same set of geometries share rows; formats with fewer geometries have their own rows behind, which the
-    others never reach.
-    """
-    ordered = list(variants)
-    names = frozenset(v.name for v in ordered)
-    classes = _format_classes(ordered)
-    rows = measured_rows(read_measurements(arch, folder), names)
-    sms_known = sorted({g.sms for g in GPUS.values() if g.arch == arch.name})
-    for sms in (*(sms_known if len(sms_known) > 1 else ()), None):
-        for geometries, fmt in classes:
-            rows += model_rows(arch, geometries, fmt, sms)
-    return DispatchTable(tuple(rows), names).without_unreachable()
-
-
-def _format_classes(variants: list[Variant]) -> list[tuple[list[Geometry], Format]]:
-    """(geometries in declaration order, one of the formats that have exactly these), most geometries first."""
-    by_format: dict[Format, list[Geometry]] = {}
-    for v in variants:
-        by_format.setdefault((v.dtype, v.zeros, v.group_size), []).append(v.geometry())
-    classes: dict[tuple[Geometry, ...], Format] = {}
-    for fmt, geometries in by_format.items():
-        classes.setdefault(tuple(geometries), fmt)
-    return sorted(((list(g), f) for g, f in classes.items()), key=lambda c: -len(c[0]))

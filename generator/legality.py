@@ -1,4 +1,6 @@
-"""why_not: the only statement of what variants are legal. build.py, explore, dispatch and tests call it."""
+"""why_not: the only statement of what variants are legal. build.py, explore, dispatch and tests
+call it.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ WARPS_N = {"ampere": (1, 2, 4, 8), "hopper": (1, 2, 4)}
 WARPS_K = {"ampere": (1, 2, 4, 8), "hopper": (1, 2, 4)}
 MIN_STAGES, MAX_STAGES = 2, 16
 
-# Registers a thread needs beside its accumulators: fragments, scales, addresses. From ptxas on built kernels (nvcc 13.0).
+# Registers a thread needs beside its accumulators: fragments, scales, addresses. From ptxas on
+# built kernels (nvcc 13.0).
 BASE_REGISTERS = {"ampere": 72, "hopper": 56}
-# Registers of a consumer thread after setmaxnreg, by consumer warpgroups (measured H200 2026-11-29: 120 hangs with 4).
+# Registers of a consumer thread after setmaxnreg, by consumer warpgroups (measured H200 2026-11-29:
+# 120 hangs with 4).
 MOVED_REGISTERS = {2: 232, 4: 112}
 
 
@@ -33,11 +37,12 @@ def why_not(variant: Variant, arch: Arch) -> str | None:
 
 
 def why_not_for(variant: Variant, problem: ProblemShape) -> str | None:
-    """Why a legal `variant` cannot serve `problem`, or None: only the weight and activation formats matter."""
+    """Why a legal `variant` cannot serve `problem`, or None: only the formats matter."""
     wanted = (problem.dtype, problem.zeros, problem.kernel_group_size)
     if (variant.dtype, variant.zeros, variant.group_size) != wanted:
         return (
-            f"is for dtype={variant.dtype}, zeros={variant.zeros}, group_size={variant.group_size}; the call has "
+            f"is for dtype={variant.dtype}, zeros={variant.zeros}, "
+            f"group_size={variant.group_size}; the call has "
             f"dtype={wanted[0]}, zeros={wanted[1]}, group_size={wanted[2]}"
         )
     return None
@@ -52,9 +57,22 @@ def registers_available(variant: Variant, arch: Arch) -> int:
 
 
 def max_registers(variant: Variant, arch: Arch) -> int:
-    """The most registers a thread may be compiled to for ctas_per_sm CTAs to fit; a warp takes units of 256."""
+    """The most registers a thread may be compiled to for ctas_per_sm CTAs to fit; a warp takes
+    units of 256.
+    """
     warps = variant.ctas_per_sm * variant.threads // 32
     return min(arch.max_registers, arch.registers_per_sm // warps // 256 * 256 // 32)
+
+
+def occupancy(variant: Variant, arch: Arch, registers: int) -> int:
+    """CTAs that fit on an SM: shared memory, threads, and registers in units of 256 per warp."""
+    per_warp = -(-registers * 32 // 256) * 256
+    warps = variant.threads // 32
+    return min(
+        arch.shared_per_sm // (variant.shared_bytes + RESERVED_SHARED_BYTES),
+        arch.threads_per_sm // variant.threads,
+        arch.registers_per_sm // max(1, per_warp * warps),
+    )
 
 
 def accumulators(variant: Variant) -> int:
@@ -83,7 +101,11 @@ def _fields(v: Variant, arch: Arch) -> Iterator[str]:
     }
     for field, values in allowed.items():
         if getattr(v, field) not in values:
-            text = f"{values[0]}..{values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
+            text = (
+                f"{values[0]}..{values[-1]}"
+                if isinstance(values, range)
+                else ", ".join(map(str, values))
+            )
             yield f"{field}={getattr(v, field)} is not one of {text}"
 
 
@@ -93,7 +115,7 @@ def _decomposition(v: Variant, arch: Arch) -> Iterator[str]:
         "hopper": ("data_parallel", "stream_k", "split_k"),
     }[v.family]
     if v.decomposition not in allowed:
-        yield f"decomposition={v.decomposition} is not one of {', '.join(allowed)} for family {v.family}"
+        yield f"decomposition={v.decomposition} is not one of {', '.join(allowed)} ({v.family})"
     if v.decomposition == "split_k":
         splits = (2, 4, 8) if v.family == "ampere" else (2, 4)
         if v.split not in splits:
@@ -112,11 +134,17 @@ def _tile(v: Variant, arch: Arch) -> Iterator[str]:
 def _ampere_tile(v: Variant) -> Iterator[str]:
     columns, want = v.n_sm // v.warps_n, 32 if v.m_tile == 128 else 64
     if columns != want or v.n_sm % v.warps_n:
-        yield f"warps_n={v.warps_n} gives a warp {columns} of n_sm={v.n_sm} columns, not {want} (m_tile={v.m_tile})"
+        yield (
+            f"warps_n={v.warps_n} gives a warp {columns} of n_sm={v.n_sm} columns, "
+            f"not {want} (m_tile={v.m_tile})"
+        )
     if v.warps_n * v.warps_k not in (4, 8):
         yield f"warps_n * warps_k = {v.warps_n * v.warps_k} is not 4 or 8 warps"
     if v.k_sm // v.warps_k % 64:
-        yield f"k_sm={v.k_sm} over warps_k={v.warps_k} is not a multiple of 64, the depth of one 16-byte load"
+        yield (
+            f"k_sm={v.k_sm} over warps_k={v.warps_k} is not a multiple of 64, "
+            "the depth of one 16-byte load"
+        )
 
 
 def _hopper_tile(v: Variant) -> Iterator[str]:
@@ -125,17 +153,26 @@ def _hopper_tile(v: Variant) -> Iterator[str]:
     if v.warps_n * v.warps_k > 4:
         yield f"warps_n * warps_k = {v.warps_n * v.warps_k} consumer warpgroups; at most 4"
     if v.stages % v.warps_k:
-        yield f"stages={v.stages} is not a multiple of warps_k={v.warps_k}: each k group owns every warps_k-th stage"
+        yield (
+            f"stages={v.stages} is not a multiple of warps_k={v.warps_k}: "
+            "each k group owns every warps_k-th stage"
+        )
 
 
 def _resources(v: Variant, arch: Arch) -> Iterator[str]:
     if v.shared_bytes > arch.shared_per_block:
-        yield f"shared_bytes={v.shared_bytes} exceeds {arch.shared_per_block} per block of {arch.name}"
+        yield f"shared_bytes={v.shared_bytes} exceeds {arch.shared_per_block} of {arch.name}"
     total = v.ctas_per_sm * (v.shared_bytes + RESERVED_SHARED_BYTES)
     if total > arch.shared_per_sm:
-        yield f"ctas_per_sm={v.ctas_per_sm} needs {total} bytes of shared memory; an SM of {arch.name} has {arch.shared_per_sm}"
+        yield (
+            f"ctas_per_sm={v.ctas_per_sm} needs {total} bytes of shared memory; "
+            f"an SM of {arch.name} has {arch.shared_per_sm}"
+        )
     if v.ctas_per_sm * v.threads > arch.threads_per_sm:
-        yield f"ctas_per_sm={v.ctas_per_sm} x {v.threads} threads exceed {arch.threads_per_sm} of {arch.name}"
+        yield (
+            f"ctas_per_sm={v.ctas_per_sm} x {v.threads} threads exceed "
+            f"{arch.threads_per_sm} of {arch.name}"
+        )
     need, have = accumulators(v) + BASE_REGISTERS[v.family], registers_available(v, arch)
     if need > have:
         yield f"about {need} registers a thread (accumulators {accumulators(v)}), {have} available"

@@ -32,7 +32,9 @@ def variant_row(entry: Entry, record: Record) -> dict:
     }
 
 
-def write_manifest(folder: Path, arch: Arch, built: list[tuple[Entry, Record]], dispatch: list[dict]) -> bool:
+def write_manifest(
+    folder: Path, arch: Arch, built: list[tuple[Entry, Record]], dispatch: list[dict]
+) -> bool:
     """Writes manifest.json if it changed; every file it names exists."""
     for entry, _ in built:
         if not (folder / f"{entry.variant.name}.cubin").is_file():
@@ -50,6 +52,8 @@ def write_manifest(folder: Path, arch: Arch, built: list[tuple[Entry, Record]], 
 def listed_names(folder: Path) -> list[str]:
     """Names of the variants an existing manifest lists; empty if there is none that can be read."""
     try:
-        return [row["name"] for row in json.loads((folder / "manifest.json").read_text())["variants"]]
+        return [
+            row["name"] for row in json.loads((folder / "manifest.json").read_text())["variants"]
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         return []

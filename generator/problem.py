@@ -27,7 +27,9 @@ def kernel_group_size(group_size: int) -> int:
         return group_size
     if group_size > 0 and group_size % 128 == 0:
         return 128
-    raise ValueError(f"group_size={group_size} is not 32, 64, a multiple of 128, or -1 (per column)")
+    raise ValueError(
+        f"group_size={group_size} is not 32, 64, a multiple of 128, or -1 (per column)"
+    )
 
 
 def block_bytes(group_size: int, zeros: bool) -> int:

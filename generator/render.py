@@ -1,4 +1,6 @@
-"""From a Variant to its CUDA source: names and numbers only, every algorithm is in templates/include."""
+"""From a Variant to its CUDA source: names and numbers only, every algorithm is in
+templates/include.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class FamilySource:
 
 _PARAMS = "const __grid_constant__ marlin_cutlass::GemmParams params"
 FAMILY_SOURCE = {
-    "ampere": FamilySource("ampere_kernel.cuh", "AmpereConfig", "ampere_gemm", _PARAMS, "params", "Config::kCtasPerSm"),
+    "ampere": FamilySource(
+        "ampere_kernel.cuh", "AmpereConfig", "ampere_gemm", _PARAMS, "params", "Config::kCtasPerSm"
+    ),
     "hopper": FamilySource(
         "hopper_kernel.cuh",
         "HopperConfig",
@@ -53,7 +57,9 @@ FAMILY_SOURCE = {
 @functools.lru_cache(maxsize=1)
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
     )
     return environment.get_template("kernel.cu.jinja")
 
@@ -65,12 +71,14 @@ def render(variant: Variant) -> str:
         family=FAMILY_SOURCE[variant.family],
         element=cutlass_types.element_tag(variant),
         decomposition=DECOMPOSITION_TAG[variant.decomposition],
-        description=f"Operands and tile as cutlass_library names them: {cutlass_types.procedural_name(variant)}",
+        cutlass_name=cutlass_types.procedural_name(variant),
     )
 
 
 def write_if_changed(path: Path, text: str) -> bool:
-    """Writes `text` aside and renames it, unless `path` already holds it. Returns whether it wrote."""
+    """Writes `text` aside and renames it, unless `path` already holds it. Returns whether it
+    wrote.
+    """
     if path.is_file() and path.read_text() == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)

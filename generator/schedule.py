@@ -1,7 +1,9 @@
-"""Schedule: everything that is fixed when a kernel is launched, and the host mirror of what each CTA does.
+"""Schedule: everything that is fixed when a kernel is launched, and the host mirror of what each
+CTA does.
 
-A pure function of (ProblemShape, Variant, number of SMs). The launcher computes the same numbers in C++; the order of tiles
-and the share of a CTA mirror templates/include/marlin_cutlass/tile_order.cuh.
+A pure function of (ProblemShape, Variant, number of SMs). The launcher computes the same numbers in
+C++; the order of tiles and the share of a CTA mirror
+templates/include/marlin_cutlass/tile_order.cuh.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, ceil_div
 from generator.variant import Variant
 
 MAX_UNITS = 2**31 - 1  # kernels count tiles x k steps in int32
-# Row tiles that are neighbours in the order of tiles. Eight tiles of 128 rows beside 132 / 8 tiles of 256 columns read about as
-# many bytes of activations as of weights, which is where a wave's traffic from L2 is smallest.
+# Row tiles that are neighbours in the order of tiles. Eight tiles of 128 rows beside 132 / 8 tiles
+# of 256 columns read about as many bytes of activations as of weights, which is where a wave's
+# traffic from L2 is smallest.
 RASTER = 8
 
 
@@ -60,7 +63,9 @@ def make_schedule(problem: ProblemShape, variant: Variant, sms: int) -> Schedule
     k_steps = ceil_div(problem.k_blocks * BLOCK_DEPTH, variant.k_sm)
     tiles = m_tiles * n_tiles
     if tiles * k_steps > MAX_UNITS:
-        raise ValueError(f"m={problem.m}: {tiles} tiles x {k_steps} k steps exceed {MAX_UNITS}; split the rows")
+        raise ValueError(
+            f"m={problem.m}: {tiles} tiles x {k_steps} k steps exceed {MAX_UNITS}; split the rows"
+        )
     grid = _grid(variant, tiles, k_steps, sms * variant.ctas_per_sm)
     partials, flags = _workspace(variant, grid, tiles)
     return Schedule(
@@ -82,11 +87,15 @@ def _grid(variant: Variant, tiles: int, k_steps: int, slots: int) -> int:
         return tiles * variant.split
     if variant.decomposition == "data_parallel":
         return min(tiles, slots)
-    return min(tiles * k_steps, slots)  # every CTA of the grid is resident: they wait for each other
+    return min(
+        tiles * k_steps, slots
+    )  # every CTA of the grid is resident: they wait for each other
 
 
 def _workspace(variant: Variant, grid: int, tiles: int) -> tuple[int, int]:
-    """A CTA of contiguous ranges hands over at most one partial tile: the one its range begins inside."""
+    """A CTA of contiguous ranges hands over at most one partial tile: the one its range begins
+    inside.
+    """
     tile_floats = variant.m_tile * variant.n_sm
     if variant.decomposition in ("striped", "stream_k"):
         return grid * tile_floats, grid * variant.warps_n
@@ -95,7 +104,7 @@ def _workspace(variant: Variant, grid: int, tiles: int) -> tuple[int, int]:
     return 0, 0
 
 
-# ---- host mirror ----------------------------------------------------------------------------------------------------
+# ---- host mirror ---------------------------------------------------------------------------------
 
 
 def tile_index(schedule: Schedule, tile: int) -> tuple[int, int]:

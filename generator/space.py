@@ -1,7 +1,7 @@
 """The declared space: which variants are built, and why each is in.
 
-The default table is an explicit list of geometries; adding a variant is adding a row. The full space is every legal
-combination of field values, for exploration.
+The default table is an explicit list of geometries; adding a variant is adding a row. The full
+space is every legal combination of field values, for exploration.
 """
 
 from __future__ import annotations
@@ -41,42 +41,67 @@ class Entry:
     allowed_spill_bytes: int = 0
 
 
-# ---- hopper: sm_90a ---------------------------------------------------------------------------------------------
-# Weights stream at 4.3 TB/s only with about 128 KiB in flight per SM (H200, 2026-11-29), hence depths that fill
-# shared memory. Rows marked "every format" make the table total; their depth fits group 32 with zero points.
-# A few spilled words hold the state of the loop over tiles, read once per tile: harmless (seen in SASS, nvcc 13.0).
+# ---- hopper: sm_90a ------------------------------------------------------------------------------
+# Weights stream at 4.3 TB/s only with about 128 KiB in flight per SM (H200, 2026-11-29), hence
+# depths that fill shared memory. Rows marked "every format" make the table total; their depth fits
+# group 32 with zero points. A few spilled words hold the state of the loop over tiles, read once
+# per tile: harmless (seen in SASS, nvcc 13.0).
 TILE_LOOP_SPILL = 128
 HOPPER = (
     # batch 1..16
-    Row("m8_n256k128_w2x1_p6_dp_c2", SYM128, "batch 1-8, wide N: two CTAs per SM hide each other's start and end"),
+    Row(
+        "m8_n256k128_w2x1_p6_dp_c2",
+        SYM128,
+        "batch 1-8, wide N: two CTAs per SM hide each other's start and end",
+    ),
     Row("m16_n256k128_w2x1_p4_dp_c2", ALL, "batch 1-16, every format"),
     Row("m16_n256k128_w2x1_p5_dp_c2", SYM128, "batch 9-16, wide N"),
     Row("m16_n128k128_w2x1_p8_dp_c2", SYM128, "batch 1-16, N too small for 256-wide tiles"),
     Row("m8_n256k256_w4x1_p6_streamk_c1", SYM128, "batch 1-8, tile counts just above a wave"),
     Row("m16_n256k256_w4x1_p5_streamk_c1", SYM128, "batch 9-16, tile counts just above a wave"),
-    Row("m8_n64k256_w1x4_p8_split2_c1", SYM128, "batch 1-8, few columns: a cluster of two splits K"),
+    Row(
+        "m8_n64k256_w1x4_p8_split2_c1", SYM128, "batch 1-8, few columns: a cluster of two splits K"
+    ),
     Row("m16_n64k256_w1x4_p8_split2_c1", ALL, "batch 1-16, few columns, every format"),
     # batch 17..64
     Row("m32_n256k128_w2x1_p4_dp_c2", SYM128, "batch 17-32, wide N, two row blocks per warpgroup"),
     Row("m32_n128k128_w2x1_p6_dp_c2", SYM128, "batch 17-32, medium N"),
-    Row("m32_n256k256_w4x1_p4_streamk_c1", SYM128, "batch 17-32, tile counts just above a wave", TILE_LOOP_SPILL),
+    Row(
+        "m32_n256k256_w4x1_p4_streamk_c1",
+        SYM128,
+        "batch 17-32, tile counts just above a wave",
+        TILE_LOOP_SPILL,
+    ),
     Row("m32_n64k256_w1x4_p8_split2_c1", SYM128, "batch 17-32, few columns"),
     Row("m48_n256k128_w4x1_p7_dp_c1", SYM128, "batch 33-48, wide N"),
     Row("m64_n128k128_w2x1_p4_dp_c2", ALL, "batch 33-64, every format"),
     Row("m64_n256k128_w4x1_p6_dp_c1", SYM128, "batch 49-64, wide N, one tile per CTA"),
-    Row("m64_n256k128_w4x1_p6_streamk_c1", SYM128, "batch 49-64, tile counts just above a wave", TILE_LOOP_SPILL),
+    Row(
+        "m64_n256k128_w4x1_p6_streamk_c1",
+        SYM128,
+        "batch 49-64, tile counts just above a wave",
+        TILE_LOOP_SPILL,
+    ),
     Row("m64_n64k128_w1x4_p8_split2_c1", SYM128, "batch 33-64, few columns", TILE_LOOP_SPILL),
     # batch 65 and more
-    Row("m128_n256k128_w2x1_p4_dp_c1", SYM128, "batch 65 and more: tensor bound, 2 row blocks per warpgroup"),
+    Row(
+        "m128_n256k128_w2x1_p4_dp_c1",
+        SYM128,
+        "batch 65 and more: tensor bound, 2 row blocks per warpgroup",
+    ),
     Row("m128_n256k128_w2x1_p3_dp_c1", REST, "batch 65 and more, the other formats"),
     Row("m128_n256k128_w2x1_p4_streamk_c1", SYM128, "batch 65-512, tile counts just above a wave"),
     Row("m192_n128k128_w2x1_p3_dp_c1", SYM128, "batch 129-192 in one tile of rows"),
-    Row("m256_n128k128_w2x1_p3_dp_c1", SYM128, "batch 193-256 and prefill: each weight is dequantised once per 256 rows"),
+    Row(
+        "m256_n128k128_w2x1_p3_dp_c1",
+        SYM128,
+        "batch 193-256 and prefill: each weight is dequantised once per 256 rows",
+    ),
 )
 
-# ---- ampere: sm_80, sm_86, sm_89, and the portable family elsewhere -----------------------------------------------
-# MARLIN's shapes: 256 threads, four stages (paper: hides latency, is even, fits at M = 64), plus smaller tiles for small
-# N. The depths fit 99 KiB, so one table serves sm_80, 86 and 89.
+# ---- ampere: sm_80, sm_86, sm_89, and the portable family elsewhere ------------------------------
+# MARLIN's shapes: 256 threads, four stages (paper: hides latency, is even, fits at M = 64), plus
+# smaller tiles for small N. The depths fit 99 KiB, so one table serves sm_80, 86 and 89.
 AMPERE = (
     Row("m8_n128k128_w2x2_p4_striped_c1", SYM128, "batch 1-8, four warps"),
     Row("m16_n128k128_w2x2_p4_striped_c1", ALL, "batch 1-16, every format"),
@@ -112,7 +137,9 @@ def default_space(arch: Arch, families: tuple[str, ...] | None = None) -> list[E
                 variant = geometry.with_format(*fmt)
                 reason = legality.why_not(variant, arch)
                 if reason is not None:
-                    raise ValueError(f"default table of {arch.name}: {variant.name} is illegal: {reason}")
+                    raise ValueError(
+                        f"default table of {arch.name}: {variant.name} is illegal: {reason}"
+                    )
                 entries.append(Entry(variant, row.reason, row.allowed_spill_bytes))
     return entries
 

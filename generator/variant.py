@@ -1,7 +1,7 @@
 """Variant: everything that is fixed when a kernel is compiled, and what follows from it.
 
-A Variant is a Geometry (tile sizes, warps, pipeline, decomposition) plus a format (activation type, zero points,
-group size). Names are bijective: `Variant.parse(v.name) == v`.
+A Variant is a Geometry (tile sizes, warps, pipeline, decomposition) plus a format (activation type,
+zero points, group size). Names are bijective: `Variant.parse(v.name) == v`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from dataclasses import dataclass, fields
 from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, block_bytes, ceil_div, round_up
 
 FAMILIES = ("ampere", "hopper")
-DECOMPOSITIONS = {"data_parallel": "dp", "striped": "striped", "split_k": "split", "stream_k": "streamk"}
+DECOMPOSITIONS = {
+    "data_parallel": "dp",
+    "striped": "striped",
+    "split_k": "split",
+    "stream_k": "streamk",
+}
 HOPPER_ALIGNMENT = 128  # bytes: bulk copies and barriers start on their own line
 
 _NUMBER = r"[1-9]\d*"
@@ -28,14 +33,17 @@ def _geometry_suffix(g: Geometry | Variant) -> str:
     tag = DECOMPOSITIONS[g.decomposition]
     if g.decomposition == "split_k":
         tag += str(g.split)
-    return (
-        f"m{g.m_tile}_n{g.n_sm}k{g.k_sm}_w{g.warps_n}x{g.warps_k}_p{g.stages}_{tag}_c{g.ctas_per_sm}"
-    )
+    tile = f"m{g.m_tile}_n{g.n_sm}k{g.k_sm}_w{g.warps_n}x{g.warps_k}"
+    return f"{tile}_p{g.stages}_{tag}_c{g.ctas_per_sm}"
 
 
 def _parse(name: str, want_format: bool, what: str) -> re.Match:
     match = _NAME.fullmatch(name)
-    if match is None or (match["dtype"] is not None) != want_format or match["family"] not in FAMILIES:
+    if (
+        match is None
+        or (match["dtype"] is not None) != want_format
+        or match["family"] not in FAMILIES
+    ):
         raise ValueError(f"{what} name={name!r} is malformed; an example is {_EXAMPLE[what]}")
     return match
 
@@ -130,11 +138,13 @@ class Variant:
     def with_format(self, dtype: str, zeros: bool, group_size: int) -> Variant:
         return self.geometry().with_format(dtype, zeros, group_size)
 
-    # ---- derived: the C++ Config computes the same numbers and the rendered source asserts that ----
+    # ---- derived: the C++ Config computes the same numbers and the rendered source asserts that --
 
     @property
     def cluster(self) -> int:
-        """Blocks per cluster: on Hopper a split over k is one cluster that reduces in shared memory."""
+        """Blocks per cluster: on Hopper a split over k is one cluster that reduces in shared
+        memory.
+        """
         return self.split if self.family == "hopper" and self.decomposition == "split_k" else 1
 
     @property
@@ -150,7 +160,9 @@ class Variant:
 
     @property
     def blocks_per_stage(self) -> int:
-        """Packed 64 x 128 blocks that one stage holds (ampere, k_sm = 64: half blocks, hence the ceiling)."""
+        """Packed 64 x 128 blocks that one stage holds (ampere, k_sm = 64: half blocks, hence the
+        ceiling).
+        """
         return (self.n_sm // BLOCK_COLUMNS) * ceil_div(self.k_sm, BLOCK_DEPTH)
 
     @property
@@ -166,12 +178,17 @@ class Variant:
         """Dynamic shared memory of a block, bytes."""
         if self.family == "ampere":
             return self.stages * self.stage_bytes
-        return self.stages * self.stage_bytes + self._hopper_reduction_bytes() + self._hopper_barrier_bytes()
+        return (
+            self.stages * self.stage_bytes
+            + self._hopper_reduction_bytes()
+            + self._hopper_barrier_bytes()
+        )
 
     def _hopper_reduction_bytes(self) -> int:
         """Partial sums of the k groups, and what the other CTAs of a cluster send to this one."""
         k_groups = (self.warps_k - 1) * self.n_sm * self.m_tile * 4
-        # A chunk is 64 columns x 8 rows of one warpgroup: 2048 bytes of fp32. A CTA of a cluster finishes its share of them.
+        # A chunk is 64 columns x 8 rows of one warpgroup: 2048 bytes of fp32. A CTA of a cluster
+        # finishes its share of them.
         chunks = self.n_sm // BLOCK_COLUMNS // self.warps_n * self.m_tile // 8
         return k_groups + (self.cluster - 1) * self.warps_n * ceil_div(chunks, self.cluster) * 2048
 

@@ -1,4 +1,6 @@
-"""The schedule: every tile and k step exactly once, fixed reduction order, workspace that suffices."""
+"""The schedule: every tile and k step exactly once, fixed reduction order, workspace that
+suffices.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +70,19 @@ def test_grid_is_resident_where_ctas_wait_for_each_other():
         s = make_schedule(problem, v, sms)
         if v.decomposition in ("striped", "stream_k"):
             assert s.grid <= sms * v.ctas_per_sm
-            assert all(range_begin(s.tiles * s.k_steps, c, s.grid) < range_begin(s.tiles * s.k_steps, c + 1, s.grid)
-                       for c in range(s.grid)), "a CTA without work would never raise its flag"
+            assert all(
+                range_begin(s.tiles * s.k_steps, c, s.grid)
+                < range_begin(s.tiles * s.k_steps, c + 1, s.grid)
+                for c in range(s.grid)
+            ), "a CTA without work would never raise its flag"
 
 
 def test_a_cta_hands_over_at_most_one_partial_and_first():
     """Deadlock freedom: what a CTA owes to another comes before anything it waits for."""
-    rng, variants = random.Random(9), [v for v in _variants() if v.decomposition in ("striped", "stream_k")]
+    rng, variants = (
+        random.Random(9),
+        [v for v in _variants() if v.decomposition in ("striped", "stream_k")],
+    )
     for _ in range(300):
         problem, v, sms = _random_case(rng, variants)
         s = make_schedule(problem, v, sms)
