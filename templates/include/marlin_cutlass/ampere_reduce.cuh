@@ -150,9 +150,22 @@ template <class C> class AmpereCtaReduction {
       last_ = block_index();
       first_ = last_ - (C::kSplit - 1);
     } else {
-      const int total = p_.m_tiles * p_.n_tiles * p_.k_steps, tile_end = (s.tile + 1) * p_.k_steps;
-      first_ = last_ = block_index() + 1;
-      while (last_ < grid_size() && range_begin(total, last_, grid_size()) < tile_end) ++last_;
+      // CTA c begins at floor(total * c / ctas). The next one begins where this range ends, and each later begin follows from the one before:
+      // `error` is total * c - begin * ctas, so one division serves them all.
+      const uint32_t ctas = grid_size(), total = p_.m_tiles * p_.n_tiles * p_.k_steps, tile_end = (s.tile + 1) * p_.k_steps;
+      const uint32_t quotient = total / ctas, remainder = total % ctas;
+      uint32_t next = block_index() + 1, begin = s.tile * p_.k_steps + s.k_end, error = total * next - begin * ctas;
+      first_ = next;
+      while (next < ctas && begin < tile_end) {
+        ++next;
+        begin += quotient;
+        error += remainder;
+        if (error >= ctas) {
+          error -= ctas;
+          ++begin;
+        }
+      }
+      last_ = next;
     }
   }
   // Fixed splits of fewer steps than ranks leave some ranks without work.
