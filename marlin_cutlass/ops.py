@@ -8,9 +8,11 @@ gradient for a and bias, and `marlin_cutlass.gemm` picks it when a gradient is n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -195,20 +197,19 @@ def _register() -> types.ModuleType:
     for schema in SCHEMAS:
         registry.library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _implement(registry)
+    _implement_cuda(registry)
     sys.modules[_REGISTRY] = registry
     return registry
 
 
 def _implement(registry: types.ModuleType) -> None:
     library = registry.library
-    registry.until_loaded = torch.library.Library(NAMESPACE, "IMPL")
     for name, cpu, fake in (
         ("gemm", _gemm_cpu, _gemm_fake),
         ("gemm_autograd", _gemm_cpu, _gemm_fake),
         ("gemm_out", _gemm_out_cpu, _gemm_out_fake),
     ):
         library.impl(name, cpu, "CPU")
-        registry.until_loaded.impl(name, _first_cuda_call(name), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     for device in ("CPU", "CUDA"):
         library.impl("grad_input", _grad_input, device)
@@ -216,6 +217,25 @@ def _implement(registry: types.ModuleType) -> None:
     torch.library.register_autograd(
         f"{NAMESPACE}::gemm_autograd", _backward, setup_context=_setup_context, lib=library
     )
+
+
+def _implement_cuda(registry: types.ModuleType) -> None:
+    """Puts `_first_cuda_call` in the place of the launcher library."""
+    registry.until_loaded = torch.library.Library(NAMESPACE, "IMPL")
+    for name in ("gemm", "gemm_autograd", "gemm_out"):
+        registry.until_loaded.impl(name, _first_cuda_call(name), "CUDA")
+
+
+@contextlib.contextmanager
+def until_loaded() -> Iterator[None]:
+    """Inside, the launcher library may register the CUDA operators; if it fails, ours come back."""
+    registry = sys.modules[_REGISTRY]
+    registry.until_loaded._destroy()
+    try:
+        yield
+    except BaseException:
+        _implement_cuda(registry)
+        raise
 
 
 _register()

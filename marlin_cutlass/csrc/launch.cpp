@@ -1,0 +1,267 @@
+#include "launch.h"
+
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+#include <unordered_map>
+
+#include "error.h"
+#include "sha256.h"
+#include "workspace.h"
+
+namespace marlin_cutlass {
+namespace {
+
+using driver::api;
+using driver::check;
+
+constexpr int kDefaultSharedBytes = 48 * 1024;  // above this a kernel has to ask
+
+// ---- devices --------------------------------------------------------------------------------------------------------------------------
+
+struct DeviceState {
+  driver::Context context = nullptr;
+  int sms = 0, major = 0, minor = 0;
+};
+
+DeviceState query_device(int index) {
+  DeviceState d;
+  driver::Device handle;
+  check(api().device_get(&handle, index), "cuDeviceGet", concat("device ", index));
+  check(api().device_attribute(&d.sms, driver::kMultiprocessorCount, handle), "cuDeviceGetAttribute");
+  check(api().device_attribute(&d.major, driver::kCapabilityMajor, handle), "cuDeviceGetAttribute");
+  check(api().device_attribute(&d.minor, driver::kCapabilityMinor, handle), "cuDeviceGetAttribute");
+  check(api().primary_context_retain(&d.context, handle), "cuDevicePrimaryCtxRetain");
+  return d;
+}
+
+const DeviceState& device_state(int index) {
+  static std::mutex mutex;
+  static DeviceState devices[kMaxDevices];
+  if (index < 0 || index >= kMaxDevices) failed("device ", index, " is out of range: at most ", kMaxDevices, " devices");
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!devices[index].context) devices[index] = query_device(index);
+  return devices[index];
+}
+
+// ---- kernels --------------------------------------------------------------------------------------------------------------------------
+
+std::string read_cubin(const Variant& v) {
+  std::ifstream file(v.file, std::ios::binary);
+  if (!file) failed("kernel ", v.name, ": cannot read ", v.file, "; run build.py again");
+  std::string bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  const std::string digest = Sha256::hex(bytes);
+  if (digest != v.sha256)
+    failed("kernel ", v.name, ": ", v.file, " has sha256 ", digest, " and the manifest says ", v.sha256, "; run build.py again");
+  return bytes;
+}
+
+void check_residency(const Variant& v, driver::Function function) {
+  const auto decomposition = static_cast<Decomposition>(v.fields.decomposition);
+  if (decomposition != Decomposition::kStriped && decomposition != Decomposition::kStreamK) return;
+  int blocks = 0;
+  check(api().occupancy(&blocks, function, v.fields.threads, v.fields.shared_bytes), "cuOccupancyMaxActiveBlocksPerMultiprocessor", v.name);
+  if (blocks < v.fields.ctas_per_sm)  // its blocks wait for each other: a launch would never end
+    failed("kernel ", v.name, " needs ", v.fields.ctas_per_sm, " resident blocks per SM and this device holds ", blocks);
+}
+
+driver::Function load_kernel(const Variant& v) {
+  const std::string cubin = read_cubin(v);
+  driver::RelaxedCapture relaxed;  // the first call may be inside a graph capture
+  driver::Module module;
+  driver::Function function;
+  check(api().module_load(&module, cubin.data()), "cuModuleLoadData", concat("kernel ", v.name, " from ", v.file));
+  check(api().module_function(&function, module, v.name.c_str()), "cuModuleGetFunction", v.name);
+  if (v.fields.shared_bytes > kDefaultSharedBytes)
+    check(api().function_set_attribute(function, driver::kMaxDynamicSharedBytes, v.fields.shared_bytes), "cuFuncSetAttribute",
+          concat("kernel ", v.name, " asks for ", v.fields.shared_bytes, " bytes of shared memory"));
+  check_residency(v, function);
+  return function;
+}
+
+driver::Function kernel(const Variant& v, int device) {
+  static std::mutex mutex;
+  driver::Function function = v.functions[device].load(std::memory_order_acquire);
+  if (function) return function;
+  std::lock_guard<std::mutex> lock(mutex);
+  function = v.functions[device].load(std::memory_order_acquire);
+  if (!function) v.functions[device].store(function = load_kernel(v), std::memory_order_release);
+  return function;
+}
+
+// ---- plans ----------------------------------------------------------------------------------------------------------------------------
+
+struct Key {
+  int64_t m, n, k, variant;
+  int32_t group_size, dtype, zeros, device;
+
+  bool operator==(const Key& o) const { return std::memcmp(this, &o, sizeof(Key)) == 0; }
+};
+static_assert(sizeof(Key) == 48, "compared byte by byte: no padding");
+
+struct KeyHash {
+  size_t operator()(const Key& key) const {
+    uint64_t words[6], hash = 0;
+    std::memcpy(words, &key, sizeof(words));
+    for (uint64_t word : words) hash = (hash ^ word) * 0x9e3779b97f4a7c15u, hash ^= hash >> 32;
+    return hash;
+  }
+};
+
+struct PlanCache {
+  uint64_t generation = 0;
+  std::unordered_map<Key, Plan, KeyHash> plans;
+};
+constexpr size_t kMaxPlans = 1 << 16;  // a server that meets every row count stays far below
+
+Plan make_plan(const Call& call) {
+  const DeviceState& device = device_state(call.device);
+  const std::shared_ptr<const Table> table = table_for(device.major, device.minor);
+  const Choice choice{call.m, call.n, call.k, call.group_size, call.dtype, device.sms, call.zeros != 0, call.variant};
+  Plan p;
+  p.variant = table->variants[select(*table, choice)].get();
+  p.context = device.context;
+  p.schedule = make_schedule(p.variant->fields, call.m, call.n, call.k, device.sms);
+  if (p.schedule.grid > INT32_MAX) invalid("M=", call.m, ", N=", call.n, ": ", p.schedule.grid, " blocks exceed a grid; split the rows");
+  p.k_multiple = p.variant->hopper() ? 64 : 8;
+  driver::ContextGuard guard(device.context);
+  p.function = kernel(*p.variant, call.device);
+  return p;
+}
+
+// ---- tensor maps ----------------------------------------------------------------------------------------------------------------------
+
+struct MapKey {
+  const void* a;
+  int64_t m, k, lda;
+  int32_t dtype, m_tile, k_sm, unused;
+
+  bool operator==(const MapKey& o) const { return std::memcmp(this, &o, sizeof(MapKey)) == 0; }
+};
+static_assert(sizeof(MapKey) == 48, "compared byte by byte: no padding");
+
+struct MapSlot {
+  MapKey key{};
+  driver::TensorMap map;
+};
+constexpr size_t kMapSlots = 128;
+
+// A as [k / 64][m][64]: one box is a stage of 64-column slices of m_tile rows, each row 128 bytes, swizzled for wgmma. Rows and columns
+// outside A arrive as zeros.
+void encode(const Call& call, const Variant& v, driver::TensorMap* map) {
+  if (!api().encode_tiled) failed("kernel ", v.name, ": the driver has no cuTensorMapEncodeTiled; a Hopper kernel needs CUDA 12");
+  const uint64_t sizes[3] = {64, static_cast<uint64_t>(call.m), static_cast<uint64_t>(call.k / 64)};
+  const uint64_t strides[2] = {static_cast<uint64_t>(call.lda) * 2, 128};
+  const uint32_t box[3] = {64, static_cast<uint32_t>(v.fields.m_tile), static_cast<uint32_t>(v.fields.k_sm / 64)};
+  const uint32_t steps[3] = {1, 1, 1};
+  const bool half = static_cast<Dtype>(call.dtype) == Dtype::kFloat16;
+  check(api().encode_tiled(map, half ? driver::kMapFloat16 : driver::kMapBfloat16, 3, const_cast<void*>(call.a), sizes, strides, box, steps,
+                           driver::kInterleaveNone, driver::kSwizzle128B, driver::kPromotion256B, driver::kFillZeros),
+        "cuTensorMapEncodeTiled", concat("kernel ", v.name, ", M=", call.m, ", K=", call.k, ", row stride ", call.lda));
+}
+
+const driver::TensorMap& tensor_map(const Call& call, const Variant& v) {
+  static thread_local std::unique_ptr<MapSlot[]> slots(new MapSlot[kMapSlots]);
+  const MapKey key{call.a, call.m, call.k, call.lda, call.dtype, v.fields.m_tile, v.fields.k_sm, 0};
+  uint64_t hash = (reinterpret_cast<uintptr_t>(call.a) >> 4) * 0x9e3779b97f4a7c15u;
+  hash = (hash ^ (hash >> 29) ^ static_cast<uint64_t>(call.m) ^ static_cast<uint64_t>(v.fields.m_tile) << 20) * 0xbf58476d1ce4e5b9u;
+  MapSlot& slot = slots[(hash >> 32) % kMapSlots];
+  if (!(slot.key == key)) {
+    slot.key = MapKey{};  // in case encoding throws
+    encode(call, v, &slot.map);
+    slot.key = key;
+  }
+  return slot.map;
+}
+
+// ---- launches -------------------------------------------------------------------------------------------------------------------------
+
+GemmParams make_params(const Plan& plan, const Call& call) {
+  const Schedule& s = plan.schedule;
+  GemmParams p{};
+  p.a = call.a;
+  p.weight = static_cast<const uint8_t*>(call.packed);
+  p.col_scale = call.col_scale;
+  p.bias = call.bias;
+  p.c = call.c;
+  p.lda = call.lda;
+  p.ldc = call.ldc;
+  p.m = static_cast<int32_t>(call.m);
+  p.n = static_cast<int32_t>(call.n);
+  p.k = static_cast<int32_t>(call.k);
+  p.n_blocks = static_cast<int32_t>(ceil_div(call.n, kBlockColumns));
+  p.k_blocks = static_cast<int32_t>(ceil_div(call.k, kBlockDepth));
+  p.m_tiles = static_cast<int32_t>(s.m_tiles);
+  p.n_tiles = static_cast<int32_t>(s.n_tiles);
+  p.k_steps = static_cast<int32_t>(s.k_steps);
+  p.raster = static_cast<int32_t>(s.raster);
+  p.vector_store = reinterpret_cast<uintptr_t>(call.c) % 8 == 0 && call.ldc % 4 == 0 && call.n % 4 == 0;
+  return p;
+}
+
+void check_after_launch(const Variant& v, driver::Stream stream) {
+  if (!capturing(stream)) check(api().stream_synchronize(stream), "cuStreamSynchronize", concat("kernel ", v.name));
+}
+
+}  // namespace
+
+Options& options() {
+  static Options instance;
+  return instance;
+}
+
+const Plan& plan(const Call& call) {
+  static thread_local PlanCache cache;
+  const uint64_t now = generation();
+  if (cache.generation != now || cache.plans.size() > kMaxPlans) {
+    cache.plans.clear();
+    cache.generation = now;
+  }
+  const Key key{call.m, call.n, call.k, call.variant, call.group_size, call.dtype, call.zeros, call.device};
+  const auto found = cache.plans.find(key);
+  if (found != cache.plans.end()) return found->second;
+  return cache.plans.emplace(key, make_plan(call)).first->second;
+}
+
+void launch(const Plan& plan, const Call& call) {
+  const Variant& v = *plan.variant;
+  driver::ContextGuard guard(plan.context);
+  GemmParams params = make_params(plan, call);
+  if (plan.schedule.flags > 0) {
+    const Workspace w = workspace(call.device, call.stream, plan.schedule.partials, plan.schedule.flags);
+    params.partials = w.partials;
+    params.flags = w.flags;
+  }
+  driver::LaunchAttribute attributes[2] = {};
+  driver::LaunchConfig config{};
+  config.grid_x = static_cast<unsigned>(plan.schedule.grid);
+  config.grid_y = config.grid_z = config.block_y = config.block_z = 1;
+  config.block_x = static_cast<unsigned>(v.fields.threads);
+  config.shared_bytes = static_cast<unsigned>(v.fields.shared_bytes);
+  config.stream = call.stream;
+  config.attributes = attributes;
+  if (v.fields.cluster > 1) {
+    driver::LaunchAttribute& cluster = attributes[config.attribute_count++];
+    cluster.id = driver::kClusterDimension;
+    cluster.value.cluster = {static_cast<unsigned>(v.fields.cluster), 1, 1};
+  }
+  void* arguments[2] = {&params, nullptr};
+  if (v.hopper()) {
+    // Only Hopper kernels wait for the previous kernel themselves, so only they may start before it ends.
+    if (options().programmatic_launch) {
+      driver::LaunchAttribute& serialization = attributes[config.attribute_count++];
+      serialization.id = driver::kProgrammaticStreamSerialization;
+      serialization.value.programmatic_serialization = 1;
+    }
+    arguments[0] = const_cast<driver::TensorMap*>(&tensor_map(call, v));
+    arguments[1] = &params;
+  }
+  const driver::Result result = api().launch(&config, plan.function, arguments, nullptr);
+  if (result != driver::kSuccess)
+    check(result, "cuLaunchKernelEx", concat("kernel ", v.name, ", grid ", plan.schedule.grid, ", cluster ", v.fields.cluster, ", M=", call.m,
+                                             ", N=", call.n, ", K=", call.k, " (or an earlier kernel on this device)"));
+  if (options().debug) check_after_launch(v, call.stream);
+}
+
+}  // namespace marlin_cutlass

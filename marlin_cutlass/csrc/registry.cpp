@@ -1,0 +1,97 @@
+#include "registry.h"
+
+#include <mutex>
+
+#include "error.h"
+
+namespace marlin_cutlass {
+namespace {
+
+std::mutex mutex;
+std::vector<std::shared_ptr<const Table>>& tables() {
+  static auto* list = new std::vector<std::shared_ptr<const Table>>;  // never destroyed: kernels may launch during exit
+  return *list;
+}
+// Replaced tables stay: a thread may hold a plan that points into one.
+std::vector<std::shared_ptr<const Table>>& retired() {
+  static auto* list = new std::vector<std::shared_ptr<const Table>>;
+  return *list;
+}
+std::string& built_archs() {
+  static auto* text = new std::string("nothing");
+  return *text;
+}
+std::atomic<uint64_t> table_generation{1};
+
+const char* const kDtypeNames[] = {"float16", "bfloat16"};
+
+std::string describe(const Choice& c) {
+  return concat("M=", c.m, ", N=", c.n, ", K=", c.k, ", group_size=", c.group_size, ", ", kDtypeNames[c.dtype],
+                c.zeros ? ", zero points" : ", symmetric");
+}
+
+int forced(const Table& table, const Choice& c, int format) {
+  if (c.variant < 0 || c.variant >= static_cast<int64_t>(table.variants.size()))
+    invalid("variant=", c.variant, " is not an index of the ", table.arch, " table (", table.variants.size(), " variants)");
+  const Variant& v = *table.variants[c.variant];
+  if (v.format() != format)
+    invalid("kernel ", v.name, " is for ", kDtypeNames[v.fields.dtype], v.fields.zeros ? ", zero points" : ", symmetric", ", group_size=",
+            v.fields.group_size, ": it cannot serve ", describe(c));
+  return static_cast<int>(c.variant);
+}
+
+}  // namespace
+
+int select(const Table& table, const Choice& c) {
+  const int format = format_index(c.dtype, c.zeros, c.group_size);
+  if (c.variant == kBatchInvariant) {
+    const int index = table.batch_invariant[format];
+    if (index < 0) invalid("the ", table.arch, " table has no data-parallel kernel for batch_invariant=True: ", describe(c));
+    return index;
+  }
+  if (c.variant != kAuto) return forced(table, c, format);
+  for (const Row& row : table.rows)
+    if (row.variants[format] >= 0 && row.matches(c.m, c.n, c.k, c.sms)) return row.variants[format];
+  failed("no kernel of the ", table.arch, " table serves ", describe(c), "; see marlin_cutlass.explain, or build more: python build.py --arch ",
+         table.arch);
+}
+
+void publish(std::unique_ptr<Table> table) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto& list = tables();
+  for (auto& known : list)
+    if (known->major == table->major && known->minor == table->minor) {
+      retired().push_back(known);
+      known = std::move(table);
+      ++table_generation;
+      return;
+    }
+  list.push_back(std::move(table));
+  ++table_generation;
+}
+
+void clear_tables() {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto& known : tables()) retired().push_back(known);
+  tables().clear();
+  ++table_generation;
+}
+
+uint64_t generation() { return table_generation.load(std::memory_order_relaxed); }
+
+std::shared_ptr<const Table> table_for(int major, int minor) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& table : tables())
+    if (table->major == major && table->minor == minor) return table;
+  const int capability = major * 10 + minor;
+  if (capability < 80) failed("needs sm_80 or newer, found sm_", capability, " (kernels built for [", built_archs(), "])");
+  failed("kernels built for [", built_archs(), "], device sm_", capability, "; run python build.py --arch sm_", capability,
+         capability == 90 ? "a" : "");
+}
+
+void set_built_archs(const std::string& text) {
+  std::lock_guard<std::mutex> lock(mutex);
+  built_archs() = text.empty() ? "nothing" : text;
+}
+
+}  // namespace marlin_cutlass

@@ -1,0 +1,59 @@
+// Launch-time numbers of one multiply: the C++ mirror of generator/schedule.py (a test compares them).
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "error.h"
+#include "marlin_cutlass/params.h"
+
+namespace marlin_cutlass {
+
+enum class Family { kAmpere, kHopper };
+enum class Dtype { kFloat16, kBfloat16 };
+
+// What is fixed when a kernel is compiled; generator/variant.py. The order of the fields is that of the C interface.
+struct VariantFields {
+  int32_t family, dtype, zeros, group_size, m_tile, n_sm, k_sm, warps_n, warps_k, stages, decomposition, split, ctas_per_sm;
+  int32_t threads, shared_bytes, cluster;
+};
+constexpr int kVariantFieldCount = 16;
+static_assert(sizeof(VariantFields) == kVariantFieldCount * sizeof(int32_t));
+
+struct Schedule {
+  int64_t m_tiles, n_tiles, k_steps, raster, grid, cluster, partials, flags;
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+constexpr int64_t kMaxUnits = INT32_MAX;  // kernels count tiles x k steps in int32
+constexpr int64_t kRaster = 8;            // see RASTER in generator/schedule.py
+
+inline Schedule make_schedule(const VariantFields& v, int64_t m, int64_t n, int64_t k, int64_t sms) {
+  Schedule s{};
+  s.m_tiles = ceil_div(m, v.m_tile);
+  s.n_tiles = ceil_div(ceil_div(n, kBlockColumns), v.n_sm / kBlockColumns);
+  s.k_steps = ceil_div(ceil_div(k, kBlockDepth) * kBlockDepth, v.k_sm);
+  const int64_t tiles = s.m_tiles * s.n_tiles, slots = sms * v.ctas_per_sm, tile_floats = int64_t{v.m_tile} * v.n_sm;
+  if (tiles * s.k_steps > kMaxUnits)
+    invalid("M=", m, ", N=", n, ", K=", k, ": ", tiles, " tiles x ", s.k_steps, " k steps exceed ", kMaxUnits, "; split the rows");
+  s.raster = std::max<int64_t>(1, std::min(s.m_tiles, kRaster));
+  s.cluster = v.cluster;
+  switch (static_cast<Decomposition>(v.decomposition)) {
+    case Decomposition::kSplitK:
+      s.grid = tiles * v.split;
+      if (v.cluster == 1) s.partials = s.grid * tile_floats, s.flags = s.grid;
+      break;
+    case Decomposition::kDataParallel:
+      s.grid = std::min(tiles, slots);
+      break;
+    case Decomposition::kStriped:
+    case Decomposition::kStreamK:  // every CTA of the grid is resident: they wait for each other
+      s.grid = std::min(tiles * s.k_steps, slots);
+      s.partials = s.grid * tile_floats, s.flags = s.grid * v.warps_n;
+      break;
+  }
+  return s;
+}
+
+}  // namespace marlin_cutlass
