@@ -63,7 +63,7 @@ template <class C> MC_DEVICE void ampere_gemm(const GemmParams& p) {
 
   smem_addr_t slot = ring;
   for (Segment s; work.next(s);) {
-    if (s.k_begin == s.k_end) continue;
+    if (s.k_begin == s.k_end) continue;  // a fixed split of fewer k steps than ranks
     AmpereEpilogue<C> epilogue(p, tile_index(p, s.tile), share, warp_n, lane);
     cp_async_wait<C::kStages - 1>();
     block_sync();
