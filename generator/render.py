@@ -23,6 +23,7 @@ DECOMPOSITION_TAG = {
     "striped": "kStriped",
     "split_k": "kSplitK",
     "stream_k": "kStreamK",
+    "hybrid": "kHybrid",
 }
 
 

@@ -19,6 +19,7 @@ Format = tuple[str, bool, int]  # dtype, zeros, group_size
 
 ALL: tuple[Format, ...] = tuple(itertools.product(DTYPES, (False, True), KERNEL_GROUP_SIZES))
 SYM128: tuple[Format, ...] = (("f16", False, 128), ("bf16", False, 128))
+LIGHTEST: Format = ("f16", False, -1)
 REST: tuple[Format, ...] = tuple(f for f in ALL if f not in SYM128)
 
 
@@ -148,6 +149,8 @@ def full_space(arch: Arch, families: tuple[str, ...] | None = None) -> Iterator[
     """Every legal variant of `arch` in a fixed order (thousands; combine with a filter)."""
     for family in families or arch.families:
         for geometry in _geometries(family):
+            if legality.why_not(geometry.with_format(*LIGHTEST), arch) is not None:
+                continue  # a heavier format only needs more shared memory
             for fmt in ALL:
                 variant = geometry.with_format(*fmt)
                 if legality.why_not(variant, arch) is None:

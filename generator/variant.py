@@ -17,6 +17,7 @@ DECOMPOSITIONS = {
     "striped": "striped",
     "split_k": "split",
     "stream_k": "streamk",
+    "hybrid": "hybrid",
 }
 HOPPER_ALIGNMENT = 128  # bytes: bulk copies and barriers start on their own line
 
@@ -25,7 +26,7 @@ _NAME = re.compile(
     r"w4a16_(?P<family>[a-z]+)_"
     r"(?:(?P<dtype>bf16|f16)(?P<zeros>z?)_g(?P<group>col|[1-9]\d*)_)?"
     rf"m(?P<m_tile>{_NUMBER})_n(?P<n_sm>{_NUMBER})k(?P<k_sm>{_NUMBER})_w(?P<warps_n>{_NUMBER})x(?P<warps_k>{_NUMBER})_"
-    rf"p(?P<stages>{_NUMBER})_(?P<decomposition>dp|striped|streamk|split(?P<split>{_NUMBER}))_c(?P<ctas>{_NUMBER})"
+    rf"p(?P<stages>{_NUMBER})_(?P<decomposition>dp|striped|streamk|hybrid|split(?P<split>{_NUMBER}))_c(?P<ctas>{_NUMBER})"
 )
 
 

@@ -1,0 +1,30 @@
+// w4a16_hopper_f16_g128_m16_n256k256_w4x1_p5_streamk_c1
+// In cutlass_library's words: s4_f16_f32_256x16x256_1x1x1_5. Generated from templates/kernel.cu.jinja.
+#include "marlin_cutlass/hopper_kernel.cuh"
+
+namespace {
+
+using Config = marlin_cutlass::HopperConfig<
+    marlin_cutlass::F16,
+    /*kGroupSize=*/128,
+    /*kZeros=*/false,
+    /*kMTile=*/16,
+    /*kNSm=*/256,
+    /*kKSm=*/256,
+    /*kWarpsN=*/4,
+    /*kWarpsK=*/1,
+    /*kStages=*/5,
+    marlin_cutlass::Decomposition::kStreamK,
+    /*kSplit=*/1,
+    /*kCtasPerSm=*/1>;
+
+// The launcher takes these numbers from the manifest.
+static_assert(Config::kThreads == 640, "threads: generator/variant.py and the kernel header disagree");
+static_assert(Config::kSharedBytes == 210048, "shared bytes: generator/variant.py and the kernel header disagree");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+w4a16_hopper_f16_g128_m16_n256k256_w4x1_p5_streamk_c1(const __grid_constant__ marlin_cutlass::TensorMap map_a, const __grid_constant__ marlin_cutlass::GemmParams params) {
+  marlin_cutlass::hopper_gemm<Config>(map_a, params);
+}
