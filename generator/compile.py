@@ -43,12 +43,13 @@ def parse_ptxas(text: str) -> PtxasReport:
     compiler's output.
     """
     report = PtxasReport()
-    if match := re.search(r"Used (\d+) registers", text):
-        report.registers = int(match[1])
-    if match := re.search(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
-    ):
-        report.stack, report.spill_stores, report.spill_loads = (int(g) for g in match.groups())
+    # A device function that was not inlined has lines of its own: nothing of it may be missed.
+    report.registers = max((int(n) for n in re.findall(r"Used (\d+) registers", text)), default=0)
+    frame = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    for stack, stores, loads in re.findall(frame, text):
+        report.stack += int(stack)
+        report.spill_stores += int(stores)
+        report.spill_loads += int(loads)
     for line in text.splitlines():
         if re.search(r"\bC75\d\d\b", line) or ("warning" in line.lower() and "ptxas" in line):
             report.warnings.append(line.strip())
