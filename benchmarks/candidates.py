@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from marlin_cutlass.bench import Candidate, Problem, copies_for
+from marlin_cutlass.bench import Candidate, Problem, copies_for, pdl_setting
 
 OURS = "ours"
 
@@ -105,7 +105,6 @@ class Ours:
 
 def _our_call(a: torch.Tensor, weight, out: torch.Tensor, pdl: bool, kernel: str | None):
     from marlin_cutlass import gemm
-    from marlin_cutlass.library import pdl as pdl_setting
 
     def call() -> torch.Tensor:
         with pdl_setting(pdl):

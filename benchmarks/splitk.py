@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +82,16 @@ def our_candidates(ours: Ours, problem, built: list[dict[str, Any]]) -> list[Can
         candidate.note = tag
         forced.append(candidate)
     return [chosen, *forced]
+
+
+def built_variants() -> list[dict[str, Any]]:
+    """The variants built for this GPU, as the manifest lists them."""
+    from marlin_cutlass.library import table_for_capability
+
+    return [
+        asdict(kernel)
+        for kernel in table_for_capability(*torch.cuda.get_device_capability()).kernels
+    ]
 
 
 def run(

@@ -9,9 +9,11 @@ Every candidate is checked against an fp32 product before it is timed and once m
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +35,10 @@ __all__ = [
     "limit",
     "make_problem",
     "make_weight",
+    "host_time_us",
     "measure",
     "packed_bytes",
+    "pdl_setting",
     "relative_error",
     "replay_interleaved",
 ]
@@ -151,6 +155,39 @@ class Candidate:
     calls: Sequence[Callable[[], torch.Tensor]]
     pdl: bool | None = None  # None: the candidate has no such switch
     note: str = ""
+
+
+@contextmanager
+def pdl_setting(enabled: bool) -> Iterator[None]:
+    """Our kernels' programmatic dependent launch, on or off, for the launches inside the block.
+
+    A captured launch keeps the setting it was captured with. Afterwards the setting is again what
+    MARLIN_CUTLASS_PDL says.
+    """
+    from marlin_cutlass import library
+
+    launcher = library.load()
+    launcher.set_option("pdl", enabled)
+    try:
+        yield
+    finally:
+        launcher.set_option("pdl", os.environ.get("MARLIN_CUTLASS_PDL", "1") != "0")
+
+
+def host_time_us(call: Callable[[], object], repeats: int = 5, calls: int = 2000) -> float:
+    """Time of one eager call on the host in us, launch included: best of `repeats` loops.
+
+    Meaningful where the GPU finishes a call sooner than the host issues the next one.
+    """
+    best = float("inf")
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return best / calls * 1e6
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The measuring method, as far as a machine without a GPU can run it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -210,3 +211,28 @@ def test_method_on_a_gpu():
     assert result.us_min <= result.us <= result.us_max
     env = bench.environment()
     assert env["gpu"] and env["l2_bytes"] > 0
+
+
+def test_pdl_setting_holds_inside_the_block_only(monkeypatch):
+    from marlin_cutlass import library
+
+    said = []
+    launcher = SimpleNamespace(set_option=lambda name, value: said.append((name, value)))
+    monkeypatch.setattr(library, "load", lambda: launcher)
+    monkeypatch.delenv("MARLIN_CUTLASS_PDL", raising=False)
+    with bench.pdl_setting(False):
+        assert said == [("pdl", False)]
+    assert said[1:] == [("pdl", True)]
+    monkeypatch.setenv("MARLIN_CUTLASS_PDL", "0")
+    with pytest.raises(KeyError), bench.pdl_setting(True):
+        raise KeyError
+    assert said[2:] == [("pdl", True), ("pdl", False)]
+
+
+def test_host_time_is_that_of_the_fastest_loop(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock = iter([0.0, 3.0, 10.0, 11.0])  # two loops: 3 s and 1 s
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    counted = []
+    assert bench.host_time_us(lambda: counted.append(1), repeats=2, calls=4) == 0.25e6
+    assert len(counted) == 8

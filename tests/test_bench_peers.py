@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import candidates, peers
+from benchmarks import candidates, host, peers
 from benchmarks.packing import pack_rows
 from marlin_cutlass import bench
 from marlin_cutlass.bench import Budget, Candidate, Report, Result
@@ -144,3 +144,13 @@ def test_peer_agrees_with_the_reference_on_a_gpu(key):
             out = call()
             torch.cuda.synchronize()
             assert bench.relative_error(out, problem.reference) < bench.TOLERANCE[out.dtype]
+
+
+def test_what_the_host_benchmark_times_is_the_same_product():
+    timed = host.calls(64, 128, 2, device="cpu")
+    op, function = timed["torch.ops.marlin_cutlass.gemm"](), timed["marlin_cutlass.gemm"]()
+    assert torch.equal(op, function) and op.shape == (2, 64)
+    error = (op.float() - timed[host.LINEAR]().float()).norm() / op.float().norm()
+    assert error < 2e-3
+    shown = host.table({host.LINEAR: 20.0, "x": 10.0}, "t")
+    assert list(shown.columns[2].cells) == ["1.00", "0.50"]
