@@ -93,6 +93,7 @@ void check_tensor_source(const EmuTensorMap& map, const int (&c)[3]) {
 void claim_destination(Block& block, uint32_t bar, AsyncTransfer& t) {
   t.barriers.push_back(&find_fenced_barrier(block, bar));
   if (block.threads_left == 0) fail("bounds", "block %d has returned", block.index);
+  check_proxy_fence(block, t.dst - kSharedBase, t.bytes);
   const Conflict conflict = block.shadow.write(t.dst - kSharedBase, t.bytes, access_of(current()), true);
   if (conflict.found)
     fail("race", "shared 0x%x of block %d is written by this copy but %s", t.dst, block.index, describe_conflict(conflict).c_str());

@@ -102,6 +102,7 @@ struct Warp {
   std::unordered_map<const float*, WgmmaAccumulator> wgmma_held;  // by lane 0's registers
   bool wgmma_fenced = false;
   uint64_t wgmma_issued = 0;
+  uint32_t proxy_fence_clock = 0;  // own clock at the last fence_proxy_async
   int registers = 0;
   Lane lane[kWarpSize];
 };
@@ -234,6 +235,8 @@ struct SharedSpan {
 };
 SharedSpan shared_span(uint32_t address, uint32_t bytes, uint32_t alignment);
 const EmuBuffer& check_global(const void* p, int64_t bytes, uint32_t alignment, uint32_t access);
+// Ordinary stores become visible to bulk copies and wgmma only through fence_proxy_async (PTX ISA, proxies).
+void check_proxy_fence(const Block& block, uint32_t offset, uint32_t bytes);
 void log_bank_access(int kind, uint32_t address, int bytes);
 void flush_bank_accesses(Warp& warp);
 

@@ -112,6 +112,18 @@ const EmuBuffer& check_global(const void* p, int64_t bytes, uint32_t alignment, 
   fail("bounds", "global address %p is in no buffer", p);
 }
 
+void check_proxy_fence(const Block& block, uint32_t offset, uint32_t bytes) {
+  for (uint32_t at = offset; at < offset + bytes; at += 4) {
+    const Epoch& e = block.shadow.last_write(at);
+    if (e.clock == 0 || e.agent >= machine.previous_grid_agent) continue;  // untouched, or written by a copy
+    const auto per_block = static_cast<uint32_t>(block.warps.size());
+    const Warp& writer = machine.blocks[e.agent / per_block].warps[e.agent % per_block];
+    if (writer.proxy_fence_clock <= e.clock)
+      fail("race", "shared 0x%x was stored %s without fence_proxy_async before this asynchronous access", at + kSharedBase,
+           site_text(e.site).c_str());
+  }
+}
+
 // ---- bank conflicts: accesses of the lanes between two convergence points are paired by their order
 void log_bank_access(int kind, uint32_t address, int bytes) {
   Lane& me = current();
@@ -201,6 +213,12 @@ void emu_st_global(void* p, int bytes, const void* value) {
   if (buffer.flags & kEmuWriteOnce) check_written_once(buffer, offset, bytes);
   std::memcpy(p, value, static_cast<size_t>(bytes));
   progress();
+}
+
+void emu_fence_proxy_async() {
+  EMU_ENTER("fence_proxy_async", 0, 0);
+  Warp& warp = *current().warp;
+  warp.proxy_fence_clock = ++warp.clock[warp.agent];
 }
 
 // ---- flags

@@ -44,6 +44,7 @@ class Shadow {
   // `same_value`: lanes of one warp may store equal values.
   Conflict write(size_t offset, size_t bytes, const Access& access, bool pending, bool same_value = false);
   Conflict check_read(size_t offset, size_t bytes, const Access& access) const;
+  const Epoch& last_write(size_t offset) const { return cells_[offset >> shift_].write; }
   void land(size_t offset, size_t bytes, uint32_t agent, uint32_t clock, int lane, uint64_t site);
 
  private:

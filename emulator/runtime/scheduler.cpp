@@ -198,29 +198,37 @@ std::string describe_mbarriers(const Block& block) {
   return text;
 }
 
+// Warps of a block that stand alike share a line.
+std::string describe_block(const Block& block) {
+  std::map<std::string, std::vector<int>> groups;
+  for (const Warp& warp : block.warps) {
+    std::map<std::string, uint32_t> lanes;
+    for (const Lane& lane : warp.lane)
+      if (!lane.done) lanes[waiting_for(lane.activity)] |= 1u << lane.index;
+    const std::string gone = warp.alive == kFullMask ? "" : " (" + lanes_text(~warp.alive) + " returned)";
+    for (const auto& [what, mask] : lanes) groups[lanes_text(mask) + " at " + what + gone].push_back(warp.index);
+  }
+  std::string text;
+  for (const auto& [what, warps] : groups) {
+    text += format_text("  block %d warp", block.index);
+    for (const int w : warps) text += format_text(" %d", w);
+    text += ": " + what + "\n";
+  }
+  for (int id = 0; id < kNamedBarriers; ++id)
+    if (const ThreadBarrier& b = block.barriers[id]; b.arrived)
+      text += format_text("  block %d barrier %d: %d of %d threads arrived\n", block.index, id, b.arrived, b.expected);
+  return text + describe_mbarriers(block);
+}
+
 }  // namespace
 
 std::string describe_waiting() {
+  constexpr int kBlocksShown = 8;
   std::string text;
-  int lines = 0;
-  for (Block& block : machine.blocks) {
-    for (Warp& warp : block.warps) {
-      std::map<std::string, uint32_t> groups;
-      for (Lane& lane : warp.lane)
-        if (!lane.done) groups[waiting_for(lane.activity)] |= 1u << lane.index;
-      const uint32_t gone = ~warp.alive;
-      for (const auto& [what, mask] : groups) {
-        if (++lines > 48) continue;
-        text += format_text("  block %d warp %d, %s: at %s%s\n", block.index, warp.index, lanes_text(mask).c_str(), what.c_str(),
-                            gone ? format_text(" (%s returned)", lanes_text(gone).c_str()).c_str() : "");
-      }
-    }
-    for (int id = 0; id < kNamedBarriers; ++id)
-      if (const ThreadBarrier& b = block.barriers[id]; b.arrived)
-        text += format_text("  block %d barrier %d: %d of %d threads arrived\n", block.index, id, b.arrived, b.expected);
-    text += describe_mbarriers(block);
-  }
-  if (lines > 48) text += format_text("  ... and %d more lines\n", lines - 48);
+  int shown = 0;
+  for (const Block& block : machine.blocks)
+    if (block.threads_left && ++shown <= kBlocksShown) text += describe_block(block);
+  if (shown > kBlocksShown) text += format_text("  ... and %d more blocks\n", shown - kBlocksShown);
   return text;
 }
 

@@ -41,6 +41,7 @@ void check_operand(Warp& warp, const WgmmaOperation& op, bool record) {
   for (int n = 0; n < op.n; ++n)
     for (int c = 0; c < 2; ++c) {
       const uint32_t offset = descriptor.chunk(n, c) - kSharedBase;
+      if (!record) check_proxy_fence(*warp.block, offset, 16);
       const Conflict conflict = record ? shadow.read(offset, 16, access) : shadow.check_read(offset, 16, access);
       if (conflict.found)
         fail("race", "shared 0x%x is read by wgmma %s but %s", offset + kSharedBase, site_text(op.site).c_str(), describe_conflict(conflict).c_str());

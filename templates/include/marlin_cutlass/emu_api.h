@@ -24,6 +24,7 @@ bool emu_elect_one();
 uint32_t emu_shared_base();
 void emu_ld_shared(uint32_t addr, int bytes, void* out);
 void emu_st_shared(uint32_t addr, int bytes, const void* value);
+void emu_fence_proxy_async();
 
 // ---- global memory
 void emu_ld_global(const void* p, int bytes, void* out);

@@ -19,6 +19,9 @@ MC_DEVICE void mbarrier_wait(smem_addr_t bar, uint32_t parity) { emu_mbarrier_wa
 MC_DEVICE bool mbarrier_try_wait_cluster(smem_addr_t bar, uint32_t parity) { return emu_mbarrier_try_wait(bar, parity); }
 MC_DEVICE void mbarrier_wait_cluster(smem_addr_t bar, uint32_t parity) { emu_mbarrier_wait(bar, parity); }
 
+// Orders ordinary stores to shared memory before bulk copies and wgmma that touch the same bytes.
+MC_DEVICE void fence_proxy_async() { emu_fence_proxy_async(); }
+
 // ---- copies that complete on an mbarrier ------------------------------------------------------------------------
 MC_DEVICE uint64_t evict_first_policy() { return 0; }
 MC_DEVICE void bulk_load(smem_addr_t dst, const void* src, uint32_t bytes, smem_addr_t bar, uint64_t) {

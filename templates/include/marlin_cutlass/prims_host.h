@@ -35,6 +35,7 @@ MC_DEVICE int grid_size() { return emu_thread->grid; }
 MC_DEVICE int lane_index() { return emu_thread->thread & 31; }
 MC_DEVICE int warp_index() { return emu_thread->thread >> 5; }
 MC_DEVICE uint32_t uniform(uint32_t x) { return emu_shuffle(x, 0); }
+MC_DEVICE void forget(int&) {}
 MC_DEVICE void block_sync() { emu_block_sync(); }
 MC_DEVICE void warp_sync() { emu_warp_sync(); }
 MC_DEVICE void named_barrier_sync(int id, int threads) { emu_named_barrier_sync(id, threads); }
