@@ -93,7 +93,9 @@ def _collect(what: Any) -> tuple[dict[str, Tensor], dict[str, dict]]:
         elif isinstance(value, Tensor):
             tensors[name] = value
         else:
-            raise TypeError(f"{name} is {type(value).__name__}: PackedWeight, QuantLinear or tensor")
+            raise TypeError(
+                f"{name} is {type(value).__name__}: PackedWeight, QuantLinear or tensor"
+            )
     return tensors, layers
 
 
@@ -209,7 +211,9 @@ def replace_linear(model: nn.Module, name: str, form: dict, bias: bool) -> None:
     if isinstance(old, nn.Linear):
         sizes = (old.in_features, old.out_features)
         if sizes != (form["k"], form["n"]):
-            raise ValueError(f"layer {name} is {sizes} in the model, {form['k'], form['n']} in the file")
+            raise ValueError(
+                f"layer {name} is {sizes} in the model, {form['k'], form['n']} in the file"
+            )
     layer = QuantLinear(
         form["k"],
         form["n"],

@@ -164,8 +164,10 @@ class QuantLinear(nn.Module):
         biases = [layer.bias for layer in layers]
         missing = [bias is None for bias in biases]
         if any(missing) and not all(missing):
-            raise ValueError(f"these layers cannot be fused: bias present in {missing.count(False)}"
-                             f" of {len(missing)}")
+            raise ValueError(
+                f"these layers cannot be fused: bias present in {missing.count(False)}"
+                f" of {len(missing)}"
+            )
         return cls.from_packed(weight, None if all(missing) else torch.cat(biases))
 
     def forward(self, x: Tensor) -> Tensor:

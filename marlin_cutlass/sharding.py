@@ -84,9 +84,7 @@ def _rebuild(w: PackedWeight, parts: Unpacked, col_scale: Tensor, perm: Tensor |
     scales = None if group < 0 else parts.scales.contiguous()
     zeros = None if parts.zeros is None else parts.zeros.contiguous()
     packed = _assemble(parts.codes.contiguous(), scales, zeros, group)
-    return replace(
-        w, packed=packed, col_scale=_columns_padded(col_scale), perm=perm, k=k, n=n
-    )
+    return replace(w, packed=packed, col_scale=_columns_padded(col_scale), perm=perm, k=k, n=n)
 
 
 def shard_columns(w: PackedWeight, rank: int, world: int) -> PackedWeight:

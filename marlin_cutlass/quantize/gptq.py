@@ -53,7 +53,7 @@ class _Grids:
 
 
 def _weighted_error(factor: torch.Tensor):
-    """Cost of a rounding error delta [g, N]: || U^-T delta ||^2 per column, in slices of BLOCK rows.
+    """Cost [C, N] of rounding errors delta [C, g, N]: ||U^-T delta||^2 in slices of BLOCK rows.
 
     The triangular solve gives the errors GPTQ would have to spread. Long groups (256, whole
     columns) use the diagonal blocks only: the cost stays linear in g, at no visible loss.
@@ -66,8 +66,9 @@ def _weighted_error(factor: torch.Tensor):
         solvers.append(torch.linalg.solve_triangular(upper.t(), eye[:rows, :rows], upper=False))
 
     def error(delta: torch.Tensor) -> torch.Tensor:
-        blocks = (delta[i * BLOCK : i * BLOCK + s.shape[0]] for i, s in enumerate(solvers))
-        return sum((s @ d).square_().sum(0) for s, d in zip(solvers, blocks, strict=True))
+        starts = range(0, factor.shape[0], BLOCK)
+        blocks = (delta[:, i : i + s.shape[0]] for i, s in zip(starts, solvers, strict=True))
+        return sum((s @ d).square_().sum(1) for s, d in zip(solvers, blocks, strict=True))
 
     return error
 

@@ -75,20 +75,28 @@ def clip_candidates(steps: int = 100, max_shrink: float = 0.75) -> list[float]:
     return [1.0 - i / steps for i in range(int(max_shrink * steps) + 1)]
 
 
+SEARCH_ELEMENTS = 1 << 19  # weights tried at a time: enough to hide the call overhead, fits L2
+
+
 def search_clip(w, symmetric: bool, scale_dtype: torch.dtype, error, candidates=None):
     """Best grid of each column of a group over clipping ratios.
 
-    `error(delta)` maps the rounding error [g, N] to a cost [N]: the sum of squares for an MSE
+    `error(delta)` maps rounding errors [C, g, N] to costs [C, N]: the sum of squares for an MSE
     search, the GPTQ-weighted error inside GPTQ. The unclipped grid wins ties.
     """
-    best_scale, best_zero = make_grid(w, symmetric, scale_dtype)
-    best = error(fake_quantize(w, best_scale, best_zero) - w)
-    for ratio in (candidates or clip_candidates())[1:]:
-        scale, zero = make_grid(w, symmetric, scale_dtype, ratio)
-        cost = error(fake_quantize(w, scale, zero) - w)
-        better = cost < best
-        best = torch.where(better, cost, best)
+    ratios = torch.tensor(candidates or clip_candidates(), device=w.device).view(-1, 1)
+    step = max(1, SEARCH_ELEMENTS // w.numel())
+    best = best_scale = best_zero = None
+    for chunk in ratios.split(step):
+        scale, zero = make_grid(w, symmetric, scale_dtype, chunk)  # [C, N]
+        cost, index = error(fake_quantize(w, scale, zero) - w).min(0, keepdim=True)
+        scale = scale.gather(0, index)[0]
+        zero = zero if symmetric else zero.gather(0, index)[0]
+        if best is None:
+            best, best_scale, best_zero = cost[0], scale, zero
+            continue
+        better = cost[0] < best
+        best = torch.where(better, cost[0], best)
         best_scale = torch.where(better, scale, best_scale)
-        if not symmetric:
-            best_zero = torch.where(better, zero, best_zero)
+        best_zero = zero if symmetric else torch.where(better, zero, best_zero)
     return best_scale, best_zero

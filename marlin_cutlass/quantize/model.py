@@ -30,9 +30,7 @@ def select_layers(
     A skip entry matches a whole path component ("lm_head" skips "model.lm_head"), or is a regular
     expression when it starts with "re:". Weights shared with an embedding are skipped too.
     """
-    embeddings = {
-        m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)
-    } - {0}
+    embeddings = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)} - {0}
     layers = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
@@ -278,7 +276,7 @@ def _replace(model: nn.Module, packed: dict) -> None:
         model.set_submodule(name, QuantLinear.from_packed(weight, old.bias).train(old.training))
 
 
-def _progress(show: bool, total: int):
+def _progress(show: bool, total: int, title: str = "quantise"):
     """Context manager giving tick(name); a rich bar on stderr if `show`."""
     from contextlib import contextmanager
 
@@ -291,10 +289,14 @@ def _progress(show: bool, total: int):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.progress import TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("quantise", total=total)
+            task = progress.add_task(title, total=total)
             yield lambda name: progress.update(task, advance=1, description=name[-40:])
 
     return bar()

@@ -33,7 +33,7 @@ def quantize_rtn(
         rows = slice(group * size, (group + 1) * size)
         w = weight[:, rows].t().float().contiguous()  # [g, N]
         if clip == "mse":
-            scale, zero = search_clip(w, symmetric, scale_dtype, lambda d: d.square().sum(0))
+            scale, zero = search_clip(w, symmetric, scale_dtype, lambda d: d.square().sum(-2))
         else:
             scale, zero = make_grid(w, symmetric, scale_dtype)
         q[rows] = quantize_codes(w, scale, zero).to(torch.uint8)

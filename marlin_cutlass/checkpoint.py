@@ -1,0 +1,362 @@
+"""Whole checkpoints: a Hugging Face folder in GPTQ, AWQ, compressed-tensors or MARLIN format, or in
+floating point, becomes a folder of packed weights. Streaming, parallel, atomic.
+
+The output keeps the shards of the input. A layer `x` becomes `x.packed`, `x.col_scale` and, with
+act-order, `x.perm`; every other tensor is copied byte for byte. config.json and each file's metadata
+carry the format's name and version and the form of every layer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from .checkpoint_plan import (
+    EMBEDDING,
+    FORMAT_NAME,
+    INDEX_NAME,
+    LayerPlan,
+    Plan,
+    Scheme,
+    make_plan,
+)
+from .checkpoint_read import read_layer, read_tensor
+from .files import FORMAT_VERSION, format_metadata
+from .layout import LAYOUT_VERSION, stored_group_size
+from .packed_weight import PackedWeight
+from .safetensors_stream import StreamWriter
+
+SKIP_FILES = ("config.json", "quantize_config.json", INDEX_NAME)
+SKIP_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx")
+DENSE_SKIP = ("lm_head", "embed", "norm", "router", "gate", "wte", "wpe", "conv1d")
+# Metadata of one layer, as JSON: six numbers, their names, and the layer's own name on top.
+LAYER_METADATA_BYTES = 160
+
+
+class CheckpointError(ValueError):
+    """A folder cannot be converted; `problems` names every bad layer or tensor."""
+
+    def __init__(self, folder: Path, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        super().__init__(f"{folder} cannot be converted ({len(self.problems)} problems):\n{lines}")
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion read, wrote and noticed."""
+
+    source_format: str
+    layers: dict[str, dict] = field(default_factory=dict)
+    passed: int = 0
+    unused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """All fields as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def plan_conversion(
+    src: str | Path,
+    *,
+    group_size: int = 128,
+    symmetric: bool = True,
+    clip: str | None = None,
+    skip: Sequence[str] = DENSE_SKIP,
+) -> Plan:
+    """`make_plan`, and for a floating-point folder the choice of weights to quantise (rtn).
+
+    skip: a dense weight whose name has a component containing one of these stays as it is; "gate"
+    alone means a router: gate_proj and gate_up_proj are quantised.
+    """
+    plan = make_plan(Path(src))
+    if plan.scheme.name == "dense":
+        options = {"symmetric": symmetric, "clip": clip, "method": "rtn"}
+        _choose_dense(plan, Scheme("dense", group_size, symmetric, source=options), skip)
+    return plan
+
+
+def _choose_dense(plan: Plan, scheme: Scheme, skip: Sequence[str]) -> None:
+    plan.scheme = scheme
+    try:
+        stored_group_size(scheme.group_size)
+    except ValueError as error:
+        plan.problems.append(str(error))
+        return
+    for tensor, shard in list(plan.passed.items()):
+        info = plan.info(tensor, shard)
+        name = tensor.removesuffix(".weight")
+        linear = tensor.endswith(".weight") and len(info.shape) == 2
+        if not linear or not info.dtype.is_floating_point or _dense_skipped(name, skip):
+            continue
+        n, k = info.shape
+        if scheme.group_size > 0 and k % scheme.group_size:
+            plan.problems.append(
+                f"{name}: K={k}, N={n}: K={k} is not a multiple of group_size={scheme.group_size}"
+            )
+        del plan.passed[tensor]
+        plan.layers.append(LayerPlan(name, {"weight": (tensor, shard)}, scheme, (k, n)))
+    if not plan.layers:
+        plan.problems.append("no two-dimensional floating-point *.weight to quantise")
+
+
+def _dense_skipped(name: str, skip: Sequence[str]) -> bool:
+    if EMBEDDING.search(name):
+        return True
+    parts = name.lower().split(".")
+    return any(part == s or (s != "gate" and s in part) for part in parts for s in skip)
+
+
+def convert_checkpoint(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    workers: int = 2,
+    overwrite: bool = False,
+    progress: bool = False,
+    zero_rule: str = "word",
+    **dense_options,
+) -> ConversionReport:
+    """Convert the folder `src` to `dst`; `dense_options` as in `plan_conversion`.
+
+    Everything headers can show is checked first, and CheckpointError lists all problems before
+    anything is written. The folder appears whole or not at all. Memory: `workers` + 1 layers.
+    """
+    start = time.perf_counter()
+    src, dst = Path(src), Path(dst)
+    plan = plan_conversion(src, **dense_options)
+    if plan.problems:
+        raise CheckpointError(src, plan.problems)
+    if plan.scheme.zero_rule != zero_rule:
+        scheme = Scheme(**{**plan.scheme.__dict__, "zero_rule": zero_rule})
+        for layer in plan.layers:
+            layer.scheme = scheme
+    if dst.exists() and not overwrite and any(dst.iterdir()):
+        raise FileExistsError(f"{dst} exists and is not empty: pass overwrite=True (--overwrite)")
+    for tensor in plan.unused:
+        warnings.warn(f"{src}: tensor {tensor} is not used", UserWarning, stacklevel=2)
+    report = ConversionReport(
+        plan.scheme.checkpoint_format if plan.scheme.name == "gptq" else plan.scheme.name,
+        unused=plan.unused,
+        notes=list(plan.notes),
+        passed=len(plan.passed),
+        bytes_in=plan.bytes_in(),
+    )
+    with _new_folder(dst) as folder, _bar(progress, len(plan.layers)) as tick:
+        _write_folder(plan, folder, report, workers, tick)
+        report.bytes_out = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+@contextmanager
+def _new_folder(dst: Path) -> Iterator[Path]:
+    """A temporary folder beside `dst` that becomes `dst` if the block succeeds."""
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    temporary = dst.parent / f".{dst.name}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        old = dst.parent / f".{dst.name}.{os.getpid()}.old"
+        if dst.exists():
+            os.replace(dst, old)
+        os.replace(temporary, dst)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_folder(plan: Plan, folder: Path, report: ConversionReport, workers: int, tick) -> None:
+    weight_map: dict[str, str] = {}
+    for shard in plan.shards:
+        layers = [x for x in plan.layers if _home(x) == shard]
+        passed = [t for t, s in plan.passed.items() if s == shard]
+        if layers or passed:
+            names = _write_shard(plan, folder / shard, layers, passed, report, workers, tick)
+            weight_map |= dict.fromkeys(names, shard)
+    if len(plan.shards) > 1 or (plan.folder / INDEX_NAME).is_file():
+        size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2))
+    (folder / "config.json").write_text(json.dumps(_new_config(plan, report), indent=2))
+    for path in plan.folder.iterdir():
+        if path.is_file() and path.name not in SKIP_FILES and path.suffix not in SKIP_SUFFIXES:
+            shutil.copy2(path, folder / path.name)
+
+
+def _home(layer: LayerPlan) -> str:
+    """The shard a layer is written to: the one that holds its codes (the first tensor)."""
+    return next(iter(layer.tensors.values()))[1]
+
+
+def _write_shard(plan, path, layers, passed, report, workers, tick) -> list[str]:
+    """Stream one shard; layers first, whose sizes keep every tensor aligned. Returns the names."""
+    names = 4 * len(layers) + len(passed)
+    name_bytes = sum(4 * len(x.name) for x in layers) + sum(map(len, passed))
+    metadata_bytes = 400 + sum(2 * len(x.name) + 2 * LAYER_METADATA_BYTES for x in layers)
+    forms: dict[str, dict] = {}
+    with StreamWriter(path, names, name_bytes + 64 * len(layers), metadata_bytes) as writer:
+        for layer, tensors, form in _packed_layers(plan, layers, workers):
+            forms[layer.name] = form
+            for role, tensor in tensors.items():
+                writer.add(f"{layer.name}.{role}", tensor)
+            tick(layer.name)
+        by_size = sorted(passed, key=lambda t: -plan.info(t, path.name).dtype.itemsize)
+        for tensor in by_size:
+            writer.add(tensor, read_tensor(plan.folder / path.name, plan.info(tensor, path.name)))
+        writer.close(format_metadata(forms))
+    report.layers |= forms
+    return list(writer.entries)
+
+
+def _packed_layers(plan: Plan, layers: list[LayerPlan], workers: int):
+    """(layer, tensors, form) in order, packed by `workers` threads that stay one layer ahead."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // max(1, workers)))
+    try:
+        with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+            waiting: deque = deque()
+            for layer in layers:
+                waiting.append((layer, pool.submit(_pack_layer, plan, layer)))
+                if len(waiting) > workers:
+                    first, future = waiting.popleft()
+                    yield first, *future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, *future.result()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _pack_layer(plan: Plan, layer: LayerPlan) -> tuple[dict[str, torch.Tensor], dict]:
+    packed = []
+    for weight in read_layer(plan, layer):
+        try:
+            packed.append(weight.to_packed())
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{layer.name}: {error}") from None
+    form = packed[0].metadata() | {"act_order": packed[0].perm is not None}
+    if layer.experts is None:
+        return packed[0].tensors(), form
+    return _stack(layer, packed), form | {"experts": layer.experts}
+
+
+def _stack(layer: LayerPlan, packed: list[PackedWeight]) -> dict[str, torch.Tensor]:
+    kinds = {(w.has_zeros, w.perm is None) for w in packed}
+    if len(kinds) != 1:
+        raise ValueError(f"{layer.name}: experts differ in zero points or act-order")
+    return {role: torch.stack([w.tensors()[role] for w in packed]) for role in packed[0].tensors()}
+
+
+def _new_config(plan: Plan, report: ConversionReport) -> dict:
+    config = {k: v for k, v in plan.config.items() if k != "compression_config"}
+    source = plan.scheme.source
+    if any(name.split(".")[-1] == "lm_head" for name in report.layers):
+        config["tie_word_embeddings"] = False
+    keep = source.get("modules_to_not_convert") or source.get("ignore") or []
+    config["quantization_config"] = {
+        "quant_method": FORMAT_NAME,
+        "format_version": FORMAT_VERSION,
+        "layout_version": LAYOUT_VERSION,
+        "source_format": report.source_format,
+        "bits": 4,
+        "group_size": plan.scheme.group_size,
+        "modules_to_not_convert": keep,
+        "layers": report.layers,
+    }
+    return config
+
+
+def _bar(show: bool, total: int):
+    from .quantize.model import _progress
+
+    return _progress(show, total, "convert")
+
+
+def verify_checkpoint(
+    src: str | Path, dst: str | Path, tick: Callable[[str], None] = lambda _: None
+) -> dict[str, float]:
+    """Dequantise both sides, layer by layer: largest |difference| relative to the largest |weight|.
+
+    A floating-point source gives the quantisation error instead. Copied tensors must be equal
+    bytes. Raises ValueError naming layers or tensors that are absent on one side.
+    """
+    from .reference import dequantize
+    from .safetensors_stream import read_header
+
+    dst = Path(dst)
+    where = {t: f for f in dst.glob("*.safetensors") for t in read_header(f)[0]}
+    forms = json.loads((dst / "config.json").read_text())["quantization_config"]["layers"]
+    plan = make_plan(Path(src))
+    if plan.scheme.name == "dense":
+        _dense_from_forms(plan, forms)
+    absent = sorted({x.name for x in plan.layers} ^ set(forms))
+    absent += sorted(t for t in plan.passed if t not in where)
+    if absent:
+        raise ValueError(f"{src} and {dst} hold different tensors: {', '.join(absent[:8])}")
+    errors = {}
+    for layer in plan.layers:
+        for i, weight in enumerate(_originals(plan, layer)):
+            packed = _load_layer(layer, forms[layer.name], where, i)
+            difference = float((dequantize(packed, torch.float32) - weight).abs().max())
+            error = difference / max(float(weight.abs().max()), 1e-30)
+            errors[layer.name] = max(error, errors.get(layer.name, 0.0))
+        tick(layer.name)
+    _compare_passed(plan, where)
+    return errors
+
+
+def _dense_from_forms(plan: Plan, forms: dict) -> None:
+    for name in forms:
+        tensor = f"{name}.weight"
+        if tensor in plan.passed:
+            shard = plan.passed.pop(tensor)
+            n, k = plan.info(tensor, shard).shape
+            plan.layers.append(LayerPlan(name, {"weight": (tensor, shard)}, plan.scheme, (k, n)))
+
+
+def _originals(plan: Plan, layer: LayerPlan) -> Iterator[torch.Tensor]:
+    if layer.scheme.name == "dense":
+        tensor, shard = layer.tensors["weight"]
+        yield read_tensor(plan.folder / shard, plan.info(tensor, shard)).float().t()
+    else:
+        for weight in read_layer(plan, layer):
+            yield weight.dequantize()
+
+
+def _load_layer(layer: LayerPlan, form: dict, where: dict, expert: int) -> PackedWeight:
+    from .safetensors_stream import read_header
+
+    state = {}
+    for role in ("packed", "col_scale", "perm"):
+        name = f"{layer.name}.{role}"
+        if name in where:
+            tensor = read_tensor(where[name], read_header(where[name])[0][name])
+            state[role] = tensor[expert].contiguous() if layer.experts is not None else tensor
+    return PackedWeight.from_state({**state, "metadata": form})
+
+
+def _compare_passed(plan: Plan, where: dict) -> None:
+    from .safetensors_stream import read_header
+
+    for tensor, shard in plan.passed.items():
+        ours = read_tensor(where[tensor], read_header(where[tensor])[0][tensor])
+        theirs = read_tensor(plan.folder / shard, plan.info(tensor, shard))
+        if not torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
+            raise ValueError(f"tensor {tensor} differs between the two folders")
