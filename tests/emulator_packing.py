@@ -27,11 +27,15 @@ class Weight:
     def dense(self, dtype: str) -> np.ndarray:
         """Weights as a kernel of activation type `dtype` multiplies them, times the column scale: float64 [k, n]."""
         zeros = 8 if self.zeros is None else self._per_weight(self.zeros)
-        values = (self.codes.astype(np.float64) - zeros) * round_to(self.normalised, dtype).astype(np.float64)
+        values = (self.codes.astype(np.float64) - zeros) * round_to(self.normalised, dtype).astype(
+            np.float64
+        )
         return round_to(values, dtype).astype(np.float64) * self.col_scale[: self.codes.shape[1]]
 
     def _per_weight(self, groups: np.ndarray) -> np.ndarray:
-        return np.repeat(groups, -(-self.codes.shape[0] // groups.shape[0]), axis=0)[: self.codes.shape[0]]
+        return np.repeat(groups, -(-self.codes.shape[0] // groups.shape[0]), axis=0)[
+            : self.codes.shape[0]
+        ]
 
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -53,7 +57,11 @@ def make_weight(k: int, n: int, group_size: int, zeros: bool, seed: int) -> Weig
     scales = (sign * np.exp2(rng.uniform(-9, -5, (groups, n)))).astype(np.float16)
     zero_points = rng.integers(0, 17, (groups, n)).astype(np.float64) if zeros else None
     normalised, col_scale = _normalise(scales.astype(np.float64), group_size)
-    packed = _pack(codes, normalised, zero_points, group_size)
+    copies = max(
+        1, group_size // 128
+    )  # larger groups are stored as groups of 128 with the same values
+    stored_zeros = None if zero_points is None else np.repeat(zero_points, copies, axis=0)
+    packed = _pack(codes, np.repeat(normalised, copies, axis=0), stored_zeros, min(group_size, 128))
     per_weight = np.repeat(normalised, -(-k // groups), axis=0)[:k].astype(np.float32)
     padded = np.zeros(_ceil(n, 64) * 64, np.float32)
     padded[:n] = col_scale
@@ -98,7 +106,11 @@ def _code_words(tile: np.ndarray) -> np.ndarray:
         for odd in range(2):
             depth = half * 64 + step * 16 + 2 * (lane % 4) + odd + 8 * (pair >> 1)
             code, bit = tile[depth, column], 2 + 4 * pair + 16 * odd
-            words |= code << np.uint32(bit) if bit < 30 else (code << np.uint32(30)) | (code >> np.uint32(2))
+            words |= (
+                code << np.uint32(bit)
+                if bit < 30
+                else (code << np.uint32(30)) | (code >> np.uint32(2))
+            )
     return words
 
 
@@ -113,7 +125,10 @@ def _entries(s: np.ndarray, z: np.ndarray | None, group_size: int, nb: int, kb: 
         for atom in range(4):
             for r in range(8):
                 columns = [nb * 64 + atom * 16 + PERM[r], nb * 64 + atom * 16 + PERM[r + 8]]
-                for values, wanted, powers in ((s, group_size > 0, (22, 18)), (z, z is not None, (-22, -18))):
+                for values, wanted, powers in (
+                    (s, group_size > 0, (22, 18)),
+                    (z, z is not None, (-22, -18)),
+                ):
                     if wanted:
                         out += [_value(values, row, c) * 2.0**p for c, p in zip(columns, powers)]
     return np.array(out, np.float16).tobytes()

@@ -17,7 +17,12 @@ from marlin_cutlass.reference import dequantize
 
 AMPERE = [e.variant.name for e in default_space(ARCHS["sm_80"], ("ampere",))]
 HOPPER = [e.variant.name for e in default_space(ARCHS["sm_90a"], ("hopper",))]
-FORMATS = [(dtype, zeros, group) for dtype in DTYPES for zeros in (False, True) for group in (32, 64, 128, -1)]
+FORMATS = [
+    (dtype, zeros, group)
+    for dtype in DTYPES
+    for zeros in (False, True)
+    for group in (32, 64, 128, -1)
+]
 CONFLICT_KINDS = ("shared_load", "shared_store", "ldmatrix_access", "cp_async_access")
 
 
@@ -28,31 +33,24 @@ def seed_of(name: str) -> int:
 
 @pytest.mark.parametrize("name", AMPERE + HOPPER)
 def test_ragged_shapes(name: str) -> None:
+    """The plain schedule and a random one; no shared memory instruction takes more passes than its bytes need."""
     variant = Variant.parse(name)
     for i, (m, n, k) in enumerate(ragged_shapes(variant)):
         case = make_case(variant, m, n, k, seed=i, bias=i == 0)
-        case.check(sms=3, seed=0)
-        case.check(sms=4 + i, seed=seed_of(name))
+        statistics = case.check(sms=3 + i, seed=i * seed_of(name)).statistics
+        for kind in CONFLICT_KINDS:
+            assert statistics[f"{kind}_waves"] == statistics[f"{kind}_ideal"], kind
 
 
 @pytest.mark.parametrize("name", AMPERE + HOPPER)
 def test_unit_activations_give_the_dequantised_weight_bit_for_bit(name: str) -> None:
     variant = Variant.parse(name)
-    m, n, k = variant.m_tile + 1, 100, 256
+    m, n, k = 9, variant.n_sm + 20, 256
     case = make_case(variant, m, n, k, seed=5, bias=False)
     a, depth = unit_rows(m, k, DTYPES[variant.dtype], seed=6)
-    result = gemm(a, case.weight, variant, sms=2)
+    result = gemm(a, case.weight, variant, sms=2, seed=seed_of(name) + 1)
     expected = torch.from_numpy(case.source.dense(variant.dtype)).to(a.dtype)[depth]
     assert torch.equal(result.c, expected)
-
-
-@pytest.mark.parametrize("name", AMPERE + HOPPER)
-def test_no_bank_conflicts(name: str) -> None:
-    variant = Variant.parse(name)
-    m, n, k = ragged_shapes(variant)[0]
-    statistics = make_case(variant, m, n, k).run(sms=2).statistics
-    for kind in CONFLICT_KINDS:
-        assert statistics[f"{kind}_waves"] == statistics[f"{kind}_ideal"], kind
 
 
 @pytest.mark.parametrize("dtype, zeros, group_size", FORMATS)
@@ -61,7 +59,12 @@ def test_numpy_packing_agrees_with_pack(dtype: str, zeros: bool, group_size: int
     k, n = (200 if group_size == -1 else 384), 150
     source = make_weight(k, n, group_size, zeros, seed=3)
     zero_points = None if source.zeros is None else torch.from_numpy(source.zeros)
-    weight = pack(torch.from_numpy(source.codes), torch.from_numpy(source.scales), zero_points, group_size=group_size)
+    weight = pack(
+        torch.from_numpy(source.codes),
+        torch.from_numpy(source.scales),
+        zero_points,
+        group_size=group_size,
+    )
     assert np.array_equal(weight.packed.numpy(), source.packed)
     assert np.array_equal(weight.col_scale.numpy(), source.col_scale)
     expected = torch.from_numpy(source.dense(dtype)).to(DTYPES[dtype])
@@ -82,12 +85,17 @@ MORE = [
 @pytest.mark.parametrize("name", MORE)
 def test_variants_outside_the_tables(name: str) -> None:
     variant = Variant.parse(name)
-    for i, (m, n, k) in enumerate([(2 * variant.m_tile + 1, 2 * variant.n_sm + 8, 1152), (3, 70, 640)]):
+    for i, (m, n, k) in enumerate(
+        [(2 * variant.m_tile + 1, 2 * variant.n_sm + 8, 1152), (3, 70, 640)]
+    ):
         for seed in range(3):
             make_case(variant, m, n, k, seed=i).check(sms=5, seed=seed)
 
 
-LAYOUTS = ["w4a16_ampere_f16_g128_m16_n128k128_w2x2_p4_striped_c1", "w4a16_hopper_f16_g128_m16_n256k128_w2x1_p4_dp_c2"]
+LAYOUTS = [
+    "w4a16_ampere_f16_g128_m16_n128k128_w2x2_p4_striped_c1",
+    "w4a16_hopper_f16_g128_m16_n256k128_w2x1_p4_dp_c2",
+]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -97,7 +105,10 @@ def test_groups_above_128_are_stored_as_128(name: str, group_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("n, changes", [(72, {"ldc": 76}), (72, {"c_offset": 2}), (73, {}), (72, {"ldc": 79, "lda": 520})])
+@pytest.mark.parametrize(
+    "n, changes",
+    [(72, {"ldc": 76}), (72, {"c_offset": 2}), (73, {}), (72, {"ldc": 79, "lda": 520})],
+)
 def test_any_alignment_of_c_and_strides(name: str, n: int, changes: dict) -> None:
     """Odd bases, odd row strides and odd n take the scalar stores; nothing outside [m, n] is touched (bounds check)."""
     make_case(Variant.parse(name), 5, n, 512).check(**changes)
@@ -120,7 +131,10 @@ def test_act_order(name: str) -> None:
 
 def test_sums_do_not_depend_on_the_schedule() -> None:
     """Reductions across CTAs run in a fixed order: the same bits under every interleaving."""
-    for name in ("w4a16_ampere_f16_g128_m16_n64k256_w1x4_p4_striped_c1", "w4a16_hopper_f16_g128_m16_n256k256_w4x1_p5_streamk_c1"):
+    for name in (
+        "w4a16_ampere_f16_g128_m16_n64k256_w1x4_p4_striped_c1",
+        "w4a16_hopper_f16_g128_m16_n256k256_w4x1_p5_streamk_c1",
+    ):
         case = make_case(Variant.parse(name), 20, 200, 1536)
         results = [case.run(sms=5, seed=seed).c for seed in range(6)]
         assert all(torch.equal(results[0], other) for other in results[1:])
