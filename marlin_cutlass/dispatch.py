@@ -288,8 +288,11 @@ def schedule(kernel: Kernel, m: int, n: int, k: int, sms: int) -> Schedule:
 def build_roots() -> list[Path]:
     """Folders that hold one folder per architecture, in the order in which they are searched."""
     given = os.environ.get("MARLIN_CUTLASS_BUILD")
-    if given:
-        return [Path(given)]
+    return [Path(given)] if given else default_roots()
+
+
+def default_roots() -> list[Path]:
+    """The build folder of a checkout, and the tables that an installed package carries."""
     package = Path(__file__).resolve().parent
     return [package.parent / "build", package / "data"]
 

@@ -32,15 +32,16 @@ def gemm(
 
     Returns [..., N] in a's dtype. Differentiable in a and bias. On the CPU a slow reference with
     the same arithmetic. Raises TypeError or ValueError for operands that do not fit,
-    UnsupportedArchError where no kernel is built for the device; a kernel that is named but not
+    RuntimeError where no kernel is built for the device; a kernel that is named but not
     built or not legal for the call is refused, never replaced.
     """
     if not isinstance(w, PackedWeight):
         raise TypeError(
             f"w must be a PackedWeight (see marlin_cutlass.pack), not {type(w).__name__}"
         )
-    if torch.is_autocast_enabled(a.device.type):
-        a = a.to(torch.get_autocast_dtype(a.device.type))
+    device = "cuda" if a.is_cuda else "cpu"
+    if torch.is_autocast_enabled(device):
+        a = a.to(torch.get_autocast_dtype(device))
     code = ops.kernel_code(kernel, batch_invariant, a, w)
     if torch.is_grad_enabled() and (a.requires_grad or (bias is not None and bias.requires_grad)):
         op = _gemm_autograd

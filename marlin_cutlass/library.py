@@ -61,7 +61,7 @@ class Launcher:
         return status
 
     def load_driver(self) -> None:
-        """Finds the NVIDIA driver now instead of at the first launch; RuntimeError if there is none."""
+        """Finds the NVIDIA driver now, not at the first launch; RuntimeError if there is none."""
         self._check(self._lib.mc_load_driver())
 
     def set_option(self, name: str, value: bool) -> None:
@@ -173,7 +173,8 @@ def compiler() -> list[str]:
 def library_folders() -> list[Path]:
     """Where a compiled library may lie: beside the kernels, or in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marlin_cutlass"
-    return [*(root / "runtime" for root in dispatch.build_roots()), cache]
+    roots = dict.fromkeys([*dispatch.build_roots(), *dispatch.default_roots()])
+    return [*(root / "runtime" for root in roots), cache]
 
 
 def find_library() -> Path | None:
@@ -267,10 +268,9 @@ def load() -> Launcher:
     with _lock:
         if _loaded is None:
             _check_torch()
-            path = build()
-            with ops.until_loaded():
-                _loaded = _open(path)
-            configure(_loaded)
+            launcher = _open(build())
+            configure(launcher)
+            _loaded = launcher
         return _loaded
 
 
@@ -283,9 +283,12 @@ def _check_torch() -> None:
 
 def _open(path: Path) -> Launcher:
     try:
-        return Launcher(path)
+        launcher = Launcher(path)
     except OSError as error:
         raise LibraryError(f"the launcher library {path} does not load: {error}") from error
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("marlin_cutlass::gemm", "CUDA"):
+        raise LibraryError(f"the launcher library {path} did not register its operators")
+    return launcher
 
 
 def configure(launcher: Launcher) -> None:

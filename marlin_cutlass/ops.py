@@ -8,11 +8,9 @@ gradient for a and bias, and `marlin_cutlass.gemm` picks it when a gradient is n
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -167,15 +165,20 @@ def _backward(ctx, grad):
     return grad_a, None, None, grad_bias, *(None,) * 6
 
 
-def _first_cuda_call(name: str):
-    """CUDA implementation until the launcher library is loaded: loads it, then calls the real
-    one."""
+def _first_call(name: str):
+    """The implementation for every device without one of its own.
 
-    def call(*args):
+    That is CUDA until the launcher library is loaded: it registers the real one, which is called
+    from then on.
+    """
+
+    def call(a: Tensor, *rest):
+        if a.device.type != "cuda":
+            raise NotImplementedError(f"a is on {a.device}: marlin_cutlass runs on CUDA and CPU")
         from . import library
 
         library.load()
-        return getattr(torch.ops.marlin_cutlass, name).default(*args)
+        return getattr(torch.ops.marlin_cutlass, name).default(a, *rest)
 
     return call
 
@@ -197,7 +200,6 @@ def _register() -> types.ModuleType:
     for schema in SCHEMAS:
         registry.library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _implement(registry)
-    _implement_cuda(registry)
     sys.modules[_REGISTRY] = registry
     return registry
 
@@ -210,32 +212,13 @@ def _implement(registry: types.ModuleType) -> None:
         ("gemm_out", _gemm_out_cpu, _gemm_out_fake),
     ):
         library.impl(name, cpu, "CPU")
+        library.impl(name, _first_call(name), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    for device in ("CPU", "CUDA"):
-        library.impl("grad_input", _grad_input, device)
+    library.impl("grad_input", _grad_input, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::grad_input", _grad_input_fake, lib=library)
     torch.library.register_autograd(
         f"{NAMESPACE}::gemm_autograd", _backward, setup_context=_setup_context, lib=library
     )
-
-
-def _implement_cuda(registry: types.ModuleType) -> None:
-    """Puts `_first_cuda_call` in the place of the launcher library."""
-    registry.until_loaded = torch.library.Library(NAMESPACE, "IMPL")
-    for name in ("gemm", "gemm_autograd", "gemm_out"):
-        registry.until_loaded.impl(name, _first_cuda_call(name), "CUDA")
-
-
-@contextlib.contextmanager
-def until_loaded() -> Iterator[None]:
-    """Inside, the launcher library may register the CUDA operators; if it fails, ours come back."""
-    registry = sys.modules[_REGISTRY]
-    registry.until_loaded._destroy()
-    try:
-        yield
-    except BaseException:
-        _implement_cuda(registry)
-        raise
 
 
 _register()

@@ -153,7 +153,7 @@ def _integral_zeros(zeros: Tensor, scales: Tensor, q: Tensor) -> Tensor:
         if bool(fractional.any()):
             group, column = _first(fractional)
             raise ValueError(
-                f"zeros[{group}, {column}]={float(zeros[group, column])} is fractional: zero "
+                f"zeros[{group}, {column}]={float(zeros[group, column]):g} is fractional: zero "
                 "points must be integers 0..16 (they are never rounded here: requantise)"
             )
     low, high = float(zeros.amin()), float(zeros.amax())

@@ -1,7 +1,8 @@
 """The launcher library over host memory: the operators run as on a GPU, with a driver that records.
 
-The library is compiled with MARLIN_CUTLASS_HOST_TEST, so that its operators take CPU tensors (under the
-namespace `marlin_cutlass_host`), and loads tests/fake_driver.cpp in the place of the NVIDIA driver.
+The library is compiled with MARLIN_CUTLASS_HOST_TEST, so that its operators take CPU tensors (under
+the namespace `marlin_cutlass_host`), and loads tests/fake_driver.cpp in the place of the NVIDIA
+driver.
 """
 
 from __future__ import annotations
@@ -19,11 +20,39 @@ from marlin_cutlass import dispatch, library, ops
 
 TESTS = Path(__file__).resolve().parent
 FIELDS = (
-    "launches grid threads shared_bytes cluster programmatic stream max_shared function_count "
-    "allocations allocated_bytes encodes memsets synchronisations dirty_flags pushes relaxed "
-    "partials flags vector_store lda ldc m n k k_steps raster "
-    "map_rows map_slices map_stride map_box_rows map_box_slices"
-).split()
+    "launches",
+    "grid",
+    "threads",
+    "shared_bytes",
+    "cluster",
+    "programmatic",
+    "stream",
+    "max_shared",
+    "function_count",
+    "allocations",
+    "allocated_bytes",
+    "encodes",
+    "memsets",
+    "synchronisations",
+    "dirty_flags",
+    "pushes",
+    "relaxed",
+    "partials",
+    "flags",
+    "vector_store",
+    "lda",
+    "ldc",
+    "m",
+    "n",
+    "k",
+    "k_steps",
+    "raster",
+    "map_rows",
+    "map_slices",
+    "map_stride",
+    "map_box_rows",
+    "map_box_slices",
+)
 NAMESPACE = "marlin_cutlass_host"
 
 
@@ -54,6 +83,7 @@ class Fake:
         self._driver.fake_reset()
         self._driver.fake_context(ctypes.c_int64(0x1000))
         self.occupancy(8)
+        self.compute(True)
 
     def fail(self, symbol: str, code: int = 999) -> None:
         self._driver.fake_fail(symbol.encode(), code)
@@ -67,6 +97,10 @@ class Fake:
 
     def occupancy(self, blocks: int) -> None:
         self._driver.fake_occupancy(blocks)
+
+    def compute(self, on: bool) -> None:
+        """Whether launches write results; host time is measured without."""
+        self._driver.fake_compute(int(on))
 
     def context(self, value: int) -> None:
         self._driver.fake_context(ctypes.c_int64(value))
@@ -107,11 +141,13 @@ def _build_driver(folder: Path) -> Path:
     return target
 
 
-# ---- kernel tables made by hand --------------------------------------------------------------------------------------
+# ---- kernel tables made by hand
+# --------------------------------------------------------------------------------------
 
 
 def kernel(family="ampere", dtype="f16", zeros=False, group_size=128, **fields) -> dict:
-    """A manifest entry with plausible numbers; `file` is a text file that the fake driver accepts."""
+    """A manifest entry with plausible numbers; `file` is a text file that the fake driver
+    accepts."""
     values = {
         "family": family,
         "dtype": dtype,

@@ -1,7 +1,8 @@
-"""The one oracle: what a packed weight and a multiply must give, in plain numpy, independent of the package.
+"""The one oracle: what a packed weight and a multiply must give, in plain numpy, independent of the
+package.
 
-`weights` is the definition W = (q - z) * s. `kernel_weights` follows the documented arithmetic of the
-kernels bit for bit. `check` is the criterion of "right"; tests show that it fails when it must.
+`weights` is the definition W = (q - z) * s. `kernel_weights` follows the documented arithmetic of
+the kernels bit for bit. `check` is the criterion of "right"; tests show that it fails when it must.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def round_to(values, dtype: str) -> np.ndarray:
 
 
 def normalised(scales, group_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(s_n [groups, N], column factor [N]), float32: the largest |s_n| of a column in [2^-7, 2^-6)."""
+    """(s_n [groups, N], column factor [N]), float32: the largest |s_n| of a column in [2^-7,
+    2^-6)."""
     scales = np.asarray(scales, np.float32)
     if group_size < 0:
         return np.full_like(scales, 2.0**-7), scales[0] * np.float32(2.0**7)
@@ -63,7 +65,8 @@ def normalised(scales, group_size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def kernel_weights(q, scales, zeros=None, *, group_size: int, dtype: str, g_idx=None) -> np.ndarray:
-    """The weight as kernels see it, float32 values of `dtype` [K, N]: two roundings, as documented."""
+    """The weight as kernels see it, float32 values of `dtype` [K, N]: two roundings, as
+    documented."""
     q = np.asarray(q, np.float32)
     index = groups(q.shape[0], group_size, g_idx)
     stored, factor = normalised(scales, group_size)
@@ -90,10 +93,11 @@ def complaints(out, a, w, bias=None, *, dtype: str) -> list[str]:
     infinite or NaN that should not be.
     """
     a, w = np.asarray(a, np.float64), np.asarray(w, np.float64)
+    expected = (*a.shape[:-1], w.shape[1])
+    if np.shape(out) != expected:
+        return [f"shape {np.shape(out)} instead of {expected}"]
     a2, out2 = a.reshape(-1, a.shape[-1]), np.asarray(out, np.float64).reshape(-1, w.shape[1])
     want = product(a2, w, bias)
-    if out2.shape != want.shape:
-        return [f"shape {out2.shape} instead of {want.shape}"]
     found = []
     finite = np.isfinite(round_to(want, dtype))
     if not np.isfinite(out2[finite]).all():
