@@ -100,7 +100,15 @@ class Ours:
         forced = kernel or self.kernel
         calls = [_our_call(problem.a, w, out, pdl, forced) for w in self.weights]
         name = forced or (f"{OURS} PDL" if pdl else OURS)
-        return Candidate(name, calls, pdl)
+        return Candidate(name, calls, pdl, note=forced or chosen_variant(problem))
+
+
+def chosen_variant(problem: Problem) -> str:
+    """Name of the variant that the dispatch table gives this call, or why there is none."""
+    from marlin_cutlass import explain
+
+    answer = explain(problem.m, problem.n, problem.k, problem.group_size, problem.dtype)
+    return answer.kernel or answer.why
 
 
 def _our_call(a: torch.Tensor, weight, out: torch.Tensor, pdl: bool, kernel: str | None):

@@ -70,6 +70,7 @@ def peers_table(report: Report) -> Table:
         table.add_column(head, justify="right")
     table.add_column("best peer")
     table.add_column("ours / best", justify="right")
+    table.add_column("variant")
     last = None
     for (n, k, m), cell in grouped.items():
         if last not in (None, (n, k)):
@@ -93,6 +94,7 @@ def _peers_row(n: int, k: int, m: int, cell: dict[str, Result], peers: list[str]
         *(us_text(cell.get(name)) for name in peers),
         best.candidate if best else "-",
         number(ratio_to_best(cell), 2),
+        mine.note.removeprefix("w4a16_") if mine else "-",
     ]
 
 

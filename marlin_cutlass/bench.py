@@ -202,6 +202,7 @@ def capture(calls: Sequence[Callable[[], torch.Tensor]]) -> _Captured:
     """Record every call, repeated to at least MIN_CALLS, as one CUDA graph."""
     rounds = -(-MIN_CALLS // len(calls))
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
@@ -243,8 +244,6 @@ def _prepare(candidate: Candidate, problem: Problem, result: Result) -> _Capture
             result.status = f"wrong: relative error {result.rel_error:.1e}"
             return None
         return capture(candidate.calls)
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         result.status = f"failed: {str(error).splitlines()[0][:160]}"
         return None

@@ -59,12 +59,15 @@ def _nvidia_smi() -> dict[str, str]:
 
 def environment() -> dict[str, Any]:
     """What a reader needs to judge or repeat a figure: GPU, driver, clocks, date, versions."""
+    from marlin_cutlass import __version__
+
     env: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "gpu": None,
+        "marlin_cutlass": __version__,
     }
     if torch.cuda.is_available():
         props = torch.cuda.get_device_properties(0)

@@ -154,3 +154,16 @@ def test_what_the_host_benchmark_times_is_the_same_product():
     assert error < 2e-3
     shown = host.table({host.LINEAR: 20.0, "x": 10.0}, "t")
     assert list(shown.columns[2].cells) == ["1.00", "0.50"]
+
+
+@pytest.mark.gpu
+def test_our_candidates_agree_with_the_reference_in_a_chain_on_a_gpu():
+    """With and without PDL, validated, captured and timed as peers.py does it."""
+    q, scales = bench.make_weight(1024, 1024)
+    ours = candidates.Ours()
+    ours.prepare(candidates.Weight(q, scales, 128, l2_bytes=4 << 20))
+    problem = bench.make_problem(8, q, scales)
+    results = bench.measure(ours.candidates(problem), problem)
+    assert [r.candidate for r in results] == ["ours", "ours PDL"]
+    assert [r.status for r in results] == ["ok", "ok"]
+    assert all(r.rel_error < 1e-3 and r.note.startswith("w4a16_") for r in results)

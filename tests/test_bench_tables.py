@@ -23,7 +23,9 @@ def make_report():
     for (n, k, m), row in TIMES.items():
         for name, us in row.items():
             pdl = {"ours": False, "ours PDL": True}.get(name)
-            results.append(Result(name, m, n, k, 128, "float16", pdl=pdl, us=us, limit_us=4.1))
+            results.append(
+                Result(name, m, n, k, 128, "float16", pdl=pdl, us=us, limit_us=4.1, note="w4a16_v")
+            )
     results.append(
         Result("gemlite", 1, 4096, 4096, 128, "float16", status="failed: no config", limit_us=4.1)
     )
@@ -56,7 +58,7 @@ def test_peers_table_shows_times_percentages_and_failures():
     text = text_of(tables.peers_table(make_report()))
     row = next(line for line in text.splitlines() if "4096 x 4096" in line and " 1 " in line)
     assert all(part in row for part in ("4.1", "5.6", "73", "4.7", "87", "13.5", "8.6", "humming"))
-    assert "failed" in row and "0.65" in row
+    assert "failed" in row and "0.65" in row and " v " in row
     assert "NVIDIA H200" in text and "2026-11-29" in text
 
 
