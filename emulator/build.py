@@ -76,7 +76,11 @@ def _compile(target: Path, arguments: list[str], what: str) -> Path:
 def build_runtime() -> Path:
     """The shared library with scheduler, memory and instructions; raises RuntimeError with the compiler's output."""
     sources = sorted(RUNTIME.glob("*.cpp"))
-    headers = [*RUNTIME.glob("*.h"), INCLUDE / "marlin_cutlass/emu_api.h", INCLUDE / "marlin_cutlass/params.h"]
+    headers = [
+        *RUNTIME.glob("*.h"),
+        INCLUDE / "marlin_cutlass/emu_api.h",
+        INCLUDE / "marlin_cutlass/params.h",
+    ]
     flags = [*COMMON_FLAGS, *RUNTIME_FLAGS]
     target = CACHE / f"runtime-{_digest(sources + sorted(headers), *flags)}.so"
     if target.is_file():

@@ -68,7 +68,9 @@ def gemm(
     _check_call(a, weight, variant)
     if weight.perm is not None:
         a = a[:, weight.perm.long()]
-    problem = ProblemShape(a.shape[0], weight.n, weight.k, weight.group_size, variant.dtype, weight.has_zeros)
+    problem = ProblemShape(
+        a.shape[0], weight.n, weight.k, weight.group_size, variant.dtype, weight.has_zeros
+    )
     schedule = make_schedule(problem, variant, options.sms)
     memory = _Memory(a, weight, variant, bias, schedule, options)
     library = build_kernel(render(variant), variant.name, options.include, options.debug)
@@ -92,9 +94,13 @@ def gemm(
 
 def _check_call(a: torch.Tensor, weight: PackedWeight, variant: Variant) -> None:
     if a.dtype != DTYPES[variant.dtype] or a.dim() != 2 or a.shape[1] != weight.k:
-        raise ValueError(f"a is {a.dtype} {tuple(a.shape)}; {variant.name} takes {variant.dtype} [m, {weight.k}]")
+        raise ValueError(
+            f"a is {a.dtype} {tuple(a.shape)}; {variant.name} takes {variant.dtype} [m, {weight.k}]"
+        )
     if (weight.has_zeros, weight.stored_group_size) != (variant.zeros, variant.group_size):
-        raise ValueError(f"weight has zeros={weight.has_zeros}, group_size={weight.group_size}; not for {variant.name}")
+        raise ValueError(
+            f"weight has zeros={weight.has_zeros}, group_size={weight.group_size}; not for {variant.name}"
+        )
 
 
 def aligned_bytes(count: int, alignment: int = 256, offset: int = 0) -> torch.Tensor:
@@ -126,7 +132,9 @@ class _Memory:
         self.weight = self._copy(weight.packed)
         self.col_scale = self._copy(weight.col_scale)
         self.bias = None if bias is None else self._copy(bias.to(a.dtype))
-        self.c = aligned_bytes(max(1, (self.m - 1) * self.ldc + self.n) * 2, offset=options.c_offset)
+        self.c = aligned_bytes(
+            max(1, (self.m - 1) * self.ldc + self.n) * 2, offset=options.c_offset
+        )
         self.partials = aligned_bytes(max(16, 4 * schedule.partials))
         self.flags = aligned_bytes(max(4, 4 * schedule.flags))
         self.flags.zero_()
@@ -167,7 +175,15 @@ class _Memory:
         r = runtime
         a_bytes = ((self.m - 1) * self.lda + self.width) * 2
         buffers = [
-            r.Buffer("a", self.a.data_ptr(), a_bytes, r.READ | r.PREVIOUS, 2, self.width * 2, self.lda * 2),
+            r.Buffer(
+                "a",
+                self.a.data_ptr(),
+                a_bytes,
+                r.READ | r.PREVIOUS,
+                2,
+                self.width * 2,
+                self.lda * 2,
+            ),
             r.Buffer("weight", self.weight.data_ptr(), self.weight.numel(), r.READ),
             r.Buffer("col_scale", self.col_scale.data_ptr(), self.col_scale.numel(), r.READ, 4),
             r.Buffer(
@@ -194,7 +210,10 @@ class _Memory:
         missing = (self.c_view().view(torch.int16) == -1).nonzero()
         if len(missing):
             row, column = missing[0].tolist()
-            raise EmulationError("output", f"{len(missing)} elements of c were never stored, first c[{row}, {column}]")
+            raise EmulationError(
+                "output",
+                f"{len(missing)} elements of c were never stored, first c[{row}, {column}]",
+            )
         if self.flags.any():
             raise EmulationError("output", "flags are not zero after the launch")
 

@@ -38,7 +38,10 @@ class GemmParams(ctypes.Structure):
     """Mirror of marlin_cutlass::GemmParams."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("a", "weight", "col_scale", "bias", "c", "partials", "flags")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("a", "weight", "col_scale", "bias", "c", "partials", "flags")
+        ),
         *((name, ctypes.c_int64) for name in ("lda", "ldc")),
         *(
             (name, ctypes.c_int32)
@@ -82,7 +85,10 @@ class _Launch(ctypes.Structure):
         ("params", ctypes.c_void_p),
         ("tensor_map", ctypes.c_void_p),
         ("buffers", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("buffer_count", "grid", "threads", "shared_bytes", "cluster")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("buffer_count", "grid", "threads", "shared_bytes", "cluster")
+        ),
         ("programmatic", ctypes.c_int32),
         ("seed", ctypes.c_uint64),
     )
@@ -102,7 +108,9 @@ class Buffer:
 
     def _structure(self) -> _Buffer:
         rows = (self.row_bytes or self.bytes, self.pitch_bytes or self.bytes)
-        return _Buffer(self.name.encode(), self.address, self.bytes, *rows, self.flags, self.element_bytes)
+        return _Buffer(
+            self.name.encode(), self.address, self.bytes, *rows, self.flags, self.element_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ def _runtime() -> ctypes.CDLL:
     return library
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel(path: Path, symbol: str) -> int:
     _runtime()
     return ctypes.cast(getattr(ctypes.CDLL(str(path)), symbol), ctypes.c_void_p).value
@@ -156,7 +164,9 @@ def run(library: Path, symbol: str, launch: Launch) -> dict[str, int]:
     )
     kind, text = ctypes.c_char_p(), ctypes.c_char_p()
     counts = (ctypes.c_int64 * len(STATISTICS))()
-    failed = _runtime().emu_run(ctypes.byref(arguments), ctypes.byref(kind), ctypes.byref(text), counts)
+    failed = _runtime().emu_run(
+        ctypes.byref(arguments), ctypes.byref(kind), ctypes.byref(text), counts
+    )
     del storage
     if failed:
         raise EmulationError(kind.value.decode(), resolve_sites(text.value.decode(), library))

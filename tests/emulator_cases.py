@@ -44,7 +44,13 @@ class Case:
 
 
 def make_case(
-    variant: Variant, m: int, n: int, k: int, seed: int = 0, bias: bool = True, group_size: int | None = None
+    variant: Variant,
+    m: int,
+    n: int,
+    k: int,
+    seed: int = 0,
+    bias: bool = True,
+    group_size: int | None = None,
 ) -> Case:
     """Random activations, weight and bias. group_size: logical, when it differs from the variant's."""
     group = group_size or variant.group_size
@@ -59,7 +65,9 @@ def make_case(
     return Case(variant, a, weight, b, expected, source)
 
 
-def _packed_weight(source: Weight, k: int, n: int, group_size: int, variant: Variant) -> PackedWeight:
+def _packed_weight(
+    source: Weight, k: int, n: int, group_size: int, variant: Variant
+) -> PackedWeight:
     weight = PackedWeight(
         packed=torch.from_numpy(source.packed.copy()),
         col_scale=torch.from_numpy(source.col_scale.copy()),
