@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from .explain import build_info, explain
 from .gemm import gemm
 from .pack import pack
 from .packed_weight import PackedWeight
@@ -16,8 +17,6 @@ __version__ = "0.1.0"
 # Loaded at first use, so that importing the package stays quick and needs neither compiler, GPU nor
 # kernel table.
 _LAZY = {
-    "explain": "explain",
-    "build_info": "explain",
     "quantize": "quantize",
     "QuantLinear": "nn",
     "from_gptq": "formats",
@@ -26,7 +25,7 @@ _LAZY = {
     "save": "files",
     "load": "files",
 }
-__all__ = ["PackedWeight", "dequantize", "gemm", "pack", *_LAZY]
+__all__ = ["PackedWeight", "build_info", "dequantize", "explain", "gemm", "pack", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,9 +33,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".{_LAZY[name]}", __name__)
     value = getattr(module, name)
-    globals()[name] = (
-        value  # a submodule of the same name (explain, quantize) must not shadow the function
-    )
+    globals()[name] = value  # the submodule `quantize` must not shadow the function
     return value
 
 

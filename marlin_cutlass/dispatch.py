@@ -353,13 +353,14 @@ def load_table(folder: Path, exclude: str | None = None) -> Table:
     except (OSError, ValueError) as error:
         raise TableError(f"{path} cannot be read: {error}; run build.py again") from error
     try:
-        return _table(manifest, Path(folder), exclude)
+        return parse_table(manifest, folder, exclude)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise TableError(f"{path}: {what}; run build.py again") from error
 
 
-def _table(manifest: dict[str, Any], folder: Path, exclude: str | None) -> Table:
+def parse_table(manifest: dict[str, Any], folder: Path | str, exclude: str | None = None) -> Table:
+    """The table of a parsed manifest; KeyError, TypeError or ValueError for what it lacks."""
     for key, want in (("format", MANIFEST_FORMAT), ("layout_version", LAYOUT_VERSION)):
         if manifest[key] != want:
             raise ValueError(f"{key}={manifest[key]!r}, this release reads {want}")
@@ -375,7 +376,7 @@ def _table(manifest: dict[str, Any], folder: Path, exclude: str | None) -> Table
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in excluded):
             del names[name]
     rows = tuple(_row(entry, names) for entry in manifest["dispatch"])
-    return Table(manifest["arch"], folder, kernels, rows)
+    return Table(manifest["arch"], Path(folder), kernels, rows)
 
 
 def _kernel(entry: dict[str, Any]) -> Kernel:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import dispatch, library
+from . import dispatch
 from .errors import TableError, UnsupportedArchError, sizes
 from .layout import LAYOUT_VERSION, check_sizes, stored_group_size
 
@@ -194,7 +194,7 @@ def build_info() -> dict[str, Any]:
     arch: folder, number of kernels and rows, or the error), devices (name, arch, table or the
     reason there is none), settings (environment).
     """
-    from . import __version__
+    from . import __version__, library
 
     return {
         "version": __version__,
@@ -204,7 +204,7 @@ def build_info() -> dict[str, Any]:
         "launcher": None if library.find_library() is None else str(library.find_library()),
         "launcher_hash": library.source_hash(),
         "launcher_torch_target": library.TORCH_TARGET,
-        "compiler": _compiler(),
+        "compiler": _compiler(library),
         "nvcc": [{"path": path, "version": _version(path)} for path in nvcc_candidates()],
         "tables": {arch: _table_info(folder) for arch, folder in dispatch.built_archs().items()},
         "devices": _devices(),
@@ -225,7 +225,7 @@ def nvcc_candidates() -> list[str]:
     return list(dict.fromkeys(path for path in found if path))
 
 
-def _compiler() -> str:
+def _compiler(library: Any) -> str:
     try:
         return " ".join(library.compiler())
     except RuntimeError as error:
