@@ -1,4 +1,5 @@
-"""Compiles the runtime (once) and kernels (about 0.2 s each) with the host compiler, cached by content."""
+"""Compiles the runtime (once) and kernels (about 0.2 s each) with the host compiler, cached by
+content."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ CACHE = ROOT / "build" / "emulator"
 
 COMMON_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-Wno-psabi")
 RUNTIME_FLAGS = ("-O3", "-march=native", "-Wall", "-Wextra", "-g1")
-# Variables start as 0xfe bytes (NaN as fp16, -1.7e38 as fp32), and one that leaves its scope keeps its place: a wgmma in flight may
-# still read it. -g1 is enough for line numbers in messages.
+# Variables start as 0xfe bytes (NaN as fp16, -1.7e38 as fp32), and one that leaves its scope keeps
+# its place: a wgmma in flight may still read it. -g1 is enough for line numbers in messages.
 KERNEL_FLAGS = (
     "-O1",
     "-g1",
@@ -44,7 +45,8 @@ def _machine_key() -> str:
 
 
 def _cpu_flags() -> str:
-    """-march=native code must not be reused on a CPU with fewer features (a cache may be copied)."""
+    """-march=native code must not be reused on a CPU with fewer features (a cache may be
+    copied)."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -74,7 +76,8 @@ def _compile(target: Path, arguments: list[str], what: str) -> Path:
 
 
 def build_runtime() -> Path:
-    """The shared library with scheduler, memory and instructions; raises RuntimeError with the compiler's output."""
+    """The shared library with scheduler, memory and instructions; raises RuntimeError with the
+    compiler's output."""
     sources = sorted(RUNTIME.glob("*.cpp"))
     headers = [
         *RUNTIME.glob("*.h"),
@@ -97,8 +100,8 @@ def _headers(include: Path) -> list[Path]:
 def build_kernel(source: str, name: str, include: Path = INCLUDE, debug: bool = False) -> Path:
     """Shared library of one kernel source.
 
-    include: directory that holds marlin_cutlass/*.cuh, changed copies for mutation tests. debug: no optimisation and
-    full symbols, for gdb. Raises RuntimeError with the compiler's output.
+    include: directory that holds marlin_cutlass/*.cuh, changed copies for mutation tests. debug: no
+    optimisation and full symbols, for gdb. Raises RuntimeError with the compiler's output.
     """
     flags = [*COMMON_FLAGS, *KERNEL_FLAGS, *(DEBUG_FLAGS if debug else ())]
     target = CACHE / f"{name}-{_digest(_headers(include), source, *flags)}.so"

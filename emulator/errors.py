@@ -13,7 +13,8 @@ _SITE = re.compile(r"\[@([0-9a-f]+)\]")
 class EmulationError(RuntimeError):
     """A kernel broke a rule that hardware does not check.
 
-    kind: "bounds", "alignment", "race", "deadlock", "divergence", "mbarrier", "wgmma", "trap" or "launch".
+    kind: "bounds", "alignment", "race", "deadlock", "divergence", "mbarrier", "wgmma", "trap" or
+    "launch".
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -23,7 +24,8 @@ class EmulationError(RuntimeError):
 
 
 def resolve_sites(text: str, library: Path) -> str:
-    """Replaces "[@offset]" by the source lines (innermost kernel line first) that the offset in `library` belongs to."""
+    """Replaces "[@offset]" by the source lines (innermost kernel line first) that the offset in
+    `library` belongs to."""
     offsets = sorted(set(_SITE.findall(text)))
     lines = _source_lines(offsets, library) if offsets else {}
     return _SITE.sub(lambda match: f"({lines.get(match[1], match[0])})", text)

@@ -35,9 +35,10 @@ class Result:
 class Options:
     """How a launch is emulated, beyond the operands.
 
-    sms: SMs of the imagined GPU, which sets the grid. ldc: row stride of C in elements (default n). c_offset: bytes by
-    which C's base misses a 16-byte boundary (a multiple of 2). programmatic: check the rules of programmatic dependent
-    launch. include: headers to compile against. debug: compile for gdb.
+    sms: SMs of the imagined GPU, which sets the grid. ldc: row stride of C in elements (default n).
+    c_offset: bytes by which C's base misses a 16-byte boundary (a multiple of 2). programmatic:
+    check the rules of programmatic dependent launch. include: headers to compile against. debug:
+    compile for gdb.
     """
 
     sms: int = 3
@@ -60,8 +61,9 @@ def gemm(
 ) -> Result:
     """a [m, k] @ weight -> [m, n] by `variant`, executed on the CPU.
 
-    changes: fields of Options. Raises EmulationError for anything that the emulator objects to, and for outputs that
-    the kernel did not store or flags that it did not clear; ValueError if the variant is not for this call.
+    changes: fields of Options. Raises EmulationError for anything that the emulator objects to, and
+    for outputs that the kernel did not store or flags that it did not clear; ValueError if the
+    variant is not for this call.
     """
     variant = Variant.parse(variant) if isinstance(variant, str) else variant
     options = options or Options(**changes)
@@ -77,7 +79,7 @@ def gemm(
     hopper = variant.family == "hopper"
     programmatic = hopper if options.programmatic is None else options.programmatic
     launch = runtime.Launch(
-        params=memory.params(problem, schedule),
+        params=memory.params(problem, variant, schedule),
         buffers=memory.buffers(variant),
         grid=schedule.grid,
         threads=variant.threads,
@@ -99,7 +101,8 @@ def _check_call(a: torch.Tensor, weight: PackedWeight, variant: Variant) -> None
         )
     if (weight.has_zeros, weight.stored_group_size) != (variant.zeros, variant.group_size):
         raise ValueError(
-            f"weight has zeros={weight.has_zeros}, group_size={weight.group_size}; not for {variant.name}"
+            f"weight has zeros={weight.has_zeros} and group_size={weight.group_size}: "
+            f"not for {variant.name}"
         )
 
 
@@ -124,7 +127,8 @@ class _Memory:
     ) -> None:
         self.m, self.n, self.k = a.shape[0], weight.n, weight.k
         self.dtype = a.dtype
-        # Rows of A that are not a multiple of what copies need are padded with zeros (as the run time does).
+        # Rows of A that are not a multiple of what copies need are padded with zeros (as the run
+        # time does).
         self.width = round_up(self.k, 64 if variant.family == "hopper" else 8)
         self.lda = options.lda or self.width
         self.ldc = options.ldc or self.n
@@ -151,18 +155,27 @@ class _Memory:
         raw.copy_(tensor.contiguous().view(torch.uint8))
         return raw
 
-    def params(self, problem: ProblemShape, schedule: Schedule) -> runtime.GemmParams:
+    def params(
+        self, problem: ProblemShape, variant: Variant, schedule: Schedule
+    ) -> runtime.GemmParams:
+        """Every field that params.h declares; the schedule gives those of its decomposition."""
         aligned = self.c.data_ptr() % 8 == 0 and self.ldc % 4 == 0 and self.n % 4 == 0
-        return runtime.GemmParams(
-            *(self.a.data_ptr(), self.weight.data_ptr(), self.col_scale.data_ptr()),
-            None if self.bias is None else self.bias.data_ptr(),
-            *(self.c.data_ptr(), self.partials.data_ptr(), self.flags.data_ptr()),
-            *(self.lda, self.ldc, self.m, self.n, self.k, problem.n_blocks, problem.k_blocks),
-            *(schedule.m_tiles, schedule.n_tiles, schedule.k_steps, schedule.raster, int(aligned)),
-        )
+        tensors = ("a", "weight", "col_scale", "bias", "c", "partials", "flags")
+        pointers = {name: getattr(self, name) for name in tensors}
+        values = {
+            **{name: None if t is None else t.data_ptr() for name, t in pointers.items()},
+            **{name: getattr(self, name) for name in ("m", "n", "k", "lda", "ldc")},
+            "n_blocks": problem.n_blocks,
+            "k_blocks": problem.k_blocks,
+            "vector_store": int(aligned),
+        }
+        for name, _ in runtime.GemmParams._fields_:
+            values.setdefault(name, getattr(schedule, name, 0))
+        return runtime.GemmParams(**values)
 
     def tensor_map(self, variant: Variant) -> runtime.TensorMap:
-        """A as [k / 64][m][64]: one box is the activations of one stage, each 64-deep slice m_tile rows of 128 bytes."""
+        """A as [k / 64][m][64]: one box is the activations of one stage, each 64-deep slice m_tile
+        rows of 128 bytes."""
         return runtime.TensorMap(
             self.a.data_ptr(),
             (ctypes.c_int64 * 3)(64, self.m, self.width // 64),

@@ -1,14 +1,15 @@
-"""ctypes mirror of emulator/runtime/launch.h and templates/include/marlin_cutlass/params.h."""
+"""ctypes mirror of emulator/runtime/launch.h."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from emulator.build import build_runtime
+from emulator.build import INCLUDE, build_runtime
 from emulator.errors import EmulationError, resolve_sites
 
 READ, WRITE, WRITE_ONCE, ORDERED, SYNC, PREVIOUS = 1, 2, 4, 8, 16, 32
@@ -34,23 +35,23 @@ STATISTICS = (
 )
 
 
-class GemmParams(ctypes.Structure):
-    """Mirror of marlin_cutlass::GemmParams."""
+def _parameter_fields() -> list[tuple[str, type]]:
+    """Fields of struct GemmParams, read from params.h: the struct is declared in one place."""
+    text = (INCLUDE / "marlin_cutlass" / "params.h").read_text()
+    body = re.search(r"struct GemmParams \{(.*?)\n\};", text, re.DOTALL)[1]
+    types = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
+    fields = []
+    for line in re.sub(r"//.*", "", body).split(";"):
+        if declaration := re.fullmatch(r"\s*(?:const )?(\w+)(\*?) ([\w, ]+)", line):
+            kind = ctypes.c_void_p if declaration[2] else types[declaration[1]]
+            fields += [(name.strip(), kind) for name in declaration[3].split(",")]
+    return fields
 
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("a", "weight", "col_scale", "bias", "c", "partials", "flags")
-        ),
-        *((name, ctypes.c_int64) for name in ("lda", "ldc")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                *("m", "n", "k", "n_blocks", "k_blocks", "m_tiles", "n_tiles", "k_steps", "raster"),
-                "vector_store",
-            )
-        ),
-    )
+
+class GemmParams(ctypes.Structure):
+    """marlin_cutlass::GemmParams."""
+
+    _fields_ = _parameter_fields()
 
 
 class TensorMap(ctypes.Structure):
@@ -117,7 +118,8 @@ class Buffer:
 class Launch:
     """One launch: the geometry that a driver would be given, and the seed of the schedule.
 
-    seed 0 is the plain order; other seeds draw preemption, priorities of warps and landing times of copies.
+    seed 0 is the plain order; other seeds draw preemption, priorities of warps and landing times of
+    copies.
     """
 
     params: GemmParams

@@ -1,4 +1,5 @@
-"""What the emulator tests share: one call of one variant on independently packed random data, and its expected result."""
+"""What the emulator tests share: one call of one variant on independently packed random data, and
+its expected result."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from generator.variant import Variant
 from marlin_cutlass.packed_weight import PackedWeight
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
-# Relative Frobenius error of rounding to the output type once: 2^-11 / sqrt(3) and 2^-8 / sqrt(3), and a margin of 2.
+# Relative Frobenius error of rounding to the output type once: 2^-11 / sqrt(3) and 2^-8 / sqrt(3),
+# and a margin of 2.
 TOLERANCE = {"f16": 6e-4, "bf16": 4.6e-3}
 
 
@@ -52,7 +54,8 @@ def make_case(
     bias: bool = True,
     group_size: int | None = None,
 ) -> Case:
-    """Random activations, weight and bias. group_size: logical, when it differs from the variant's."""
+    """Random activations, weight and bias. group_size: logical, when it differs from the
+    variant's."""
     group = group_size or variant.group_size
     source = make_weight(k, n, group, variant.zeros, seed)
     weight = _packed_weight(source, k, n, group, variant)
@@ -88,7 +91,8 @@ def ragged_shapes(variant: Variant) -> list[tuple[int, int, int]]:
 
 
 def unit_rows(m: int, k: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the identity at random depths: a product with them is the dequantised weight, bit for bit."""
+    """Rows of the identity at random depths: a product with them is the dequantised weight, bit for
+    bit."""
     depth = torch.randint(0, k, (m,), generator=torch.Generator().manual_seed(seed))
     a = torch.zeros(m, k, dtype=dtype)
     a[torch.arange(m), depth] = 1

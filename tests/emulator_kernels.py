@@ -18,12 +18,17 @@ inline const uint32_t* words(const void* p) {{ return static_cast<const uint32_t
 inline uint32_t load(const void* p, int i) {{  // word i of a read-only buffer
   return __builtin_bit_cast(uint32_t, ld_global_f32(static_cast<const float*>(p) + i));
 }}
-inline void store(const GemmParams& p, int i, uint32_t v) {{ st_global_u32(static_cast<uint32_t*>(p.c) + i, v); }}
-inline void store(const GemmParams& p, int i, float v) {{ store(p, i, __builtin_bit_cast(uint32_t, v)); }}
+inline void store(const GemmParams& p, int i, uint32_t v) {{
+  st_global_u32(static_cast<uint32_t*>(p.c) + i, v);
+}}
+inline void store(const GemmParams& p, int i, float v) {{
+  store(p, i, __builtin_bit_cast(uint32_t, v));
+}}
 {helpers}
 }}
 extern "C" __global__ void kernel({parameters}const __grid_constant__ GemmParams p) {{
-  const int thread = thread_index(), lane = lane_index(), warp = warp_index(), block = block_index();
+  const int thread = thread_index(), lane = lane_index();
+  const int warp = warp_index(), block = block_index();
   const smem_addr_t base = smem_base();
   (void)thread, (void)lane, (void)warp, (void)block, (void)base;
 {body}
@@ -60,9 +65,11 @@ def run_kernel(
     box: tuple[int, int, int] | None = None,
     **shape: int,
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Runs `body` with p.a = a (read-only), p.c (uint32[out_words], stored once), p.partials (64 KiB), p.flags (16 words).
+    """Runs `body` with p.a = a (read-only), p.c (uint32[out_words], stored once), p.partials (64
+    KiB), p.flags (16 words).
 
-    box: pass a tensor map of `a`, a [z, y, x] array of 2-byte elements, as `map_a`. Returns (c, statistics).
+    box: pass a tensor map of `a`, a [z, y, x] array of 2-byte elements, as `map_a`. Returns (c,
+    statistics).
     """
     launch_shape = Shape(**shape)
     a = aligned(np.zeros(4, np.uint32) if a is None else a)

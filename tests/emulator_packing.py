@@ -1,4 +1,5 @@
-"""Layout version 1 and its arithmetic once more, in numpy from docs/layout.md alone: the independent side of emulator tests.
+"""Layout version 1 and its arithmetic once more, in numpy from docs/layout.md alone: the
+independent side of emulator tests.
 
 Nothing here imports the library, so that an error in `pack` or `dequantize` cannot cancel out.
 """
@@ -15,7 +16,8 @@ SLACK_BLOCKS = 3
 
 @dataclass(frozen=True)
 class Weight:
-    """A random weight: codes [k, n], scales and zeros [groups, n] (zeros None: symmetric), packed form and exact values."""
+    """A random weight: codes [k, n], scales and zeros [groups, n] (zeros None: symmetric), packed
+    form and exact values."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -25,7 +27,8 @@ class Weight:
     normalised: np.ndarray  # s_n per weight, float32 [k, n]
 
     def dense(self, dtype: str) -> np.ndarray:
-        """Weights as a kernel of activation type `dtype` multiplies them, times the column scale: float64 [k, n]."""
+        """Weights as a kernel of activation type `dtype` multiplies them, times the column scale:
+        float64 [k, n]."""
         zeros = 8 if self.zeros is None else self._per_weight(self.zeros)
         values = (self.codes.astype(np.float64) - zeros) * round_to(self.normalised, dtype).astype(
             np.float64
@@ -49,7 +52,8 @@ def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def make_weight(k: int, n: int, group_size: int, zeros: bool, seed: int) -> Weight:
-    """Random codes, positive and negative scales over several powers of two, integer zero points 0..16."""
+    """Random codes, positive and negative scales over several powers of two, integer zero points
+    0..16."""
     rng = np.random.default_rng(seed)
     groups = 1 if group_size < 0 else k // group_size
     codes = rng.integers(0, 16, (k, n), dtype=np.uint8)

@@ -1,4 +1,5 @@
-"""fp16 and bf16 on the host against exact rational arithmetic, and warp instructions against numpy."""
+"""fp16 and bf16 on the host against exact rational arithmetic, and warp instructions against
+numpy."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def exact(bits: int, bf16: bool) -> Fraction | None:
 
 
 def round_exact(value: Fraction, bf16: bool) -> int:
-    """Magnitude bits of the nearest element, ties to even: found by search over the ordered encodings."""
+    """Magnitude bits of the nearest element, ties to even: found by search over the ordered
+    encodings."""
     mantissa_bits, exponent_bits = FORMATS[bf16]
     infinity = ((1 << exponent_bits) - 1) << mantissa_bits
     low, high = 0, infinity
@@ -79,7 +81,8 @@ def round_exact(value: Fraction, bf16: bool) -> int:
 
 
 def elements(bf16: bool, count: int, seed: int) -> np.ndarray:
-    """Random finite elements, near each other in exponent often enough that sums cancel, and special ones."""
+    """Random finite elements, near each other in exponent often enough that sums cancel, and
+    special ones."""
     rng = np.random.default_rng(seed)
     mantissa_bits, exponent_bits = FORMATS[bf16]
     bits = rng.integers(0, 1 << 16, count).astype(np.uint32)
@@ -105,7 +108,8 @@ def test_fma_rounds_once(library: ctypes.CDLL, bf16: bool) -> None:
 
 
 def test_dequantisation_constants_are_exact(library: ctypes.CDLL) -> None:
-    """A code masked in place, times s * 2^22, minus 8 s, is fp16((q - 8) * s): what the kernels rely on."""
+    """A code masked in place, times s * 2^22, minus 8 s, is fp16((q - 8) * s): what the kernels
+    rely on."""
     rng = np.random.default_rng(0)
     scales = np.exp2(rng.uniform(-14, -6, 200)).astype(np.float16)
     for s in scales[scales < 2.0**-6]:
@@ -133,7 +137,7 @@ MMA = """
   for (int i = lane; i < 128 + 64; i += 32) st_shared_u32(base + 4 * i, load(p.a, i));
   warp_sync();
   uint32_t a[4], b[2];
-  // A: 16 x 16 row-major; matrices: rows 0-7 | 8-15 of k 0-7, then of k 8-15. B: 8 columns of 16 (column-major).
+  // A: 16 x 16 row-major; matrices: rows 0-7 | 8-15 of k 0-7, then of k 8-15. B: 8 columns of 16.
   ldmatrix_x4(a, base + (lane % 16) * 32 + lane / 16 * 16);
   ldmatrix_x2(b, base + 512 + (lane % 8) * 32 + lane / 8 % 2 * 16);
   float d[4];
@@ -173,6 +177,6 @@ def test_movmatrix_transposes() -> None:
 
 def test_shuffles() -> None:
     c, _ = run_kernel(
-        "  store(p, lane, shuffle_xor(static_cast<float>(lane), 5) + static_cast<float>(uniform(lane + 7)));"
+        "  store(p, lane, shuffle_xor(1.f * lane, 5) + static_cast<float>(uniform(lane + 7)));"
     )
     assert np.array_equal(c.view(np.float32), (np.arange(32) ^ 5) + 7)

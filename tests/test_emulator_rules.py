@@ -1,4 +1,5 @@
-"""What the emulator objects to: each rule with a small kernel that breaks it, and its correct sibling."""
+"""What the emulator objects to: each rule with a small kernel that breaks it, and its correct
+sibling."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_copy_into_memory_that_others_still_read() -> None:
   block_sync();
   if (warp == 1) store(p, lane, ld_shared_u32(base + 4 * lane));
   {sync}
-  if (warp == 0 && lane < 8) cp_async16_stream(base + 16 * lane, static_cast<const uint8_t*>(p.a) + 16 * lane);
+  const uint8_t* src = static_cast<const uint8_t*>(p.a);
+  if (warp == 0 && lane < 8) cp_async16_stream(base + 16 * lane, src + 16 * lane);
 """
     a = np.zeros(32, np.uint32)
     for seed in range(4):

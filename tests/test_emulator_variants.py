@@ -1,4 +1,5 @@
-"""Every kernel of the default tables, executed on the CPU: ragged shapes, both types, zero points, every decomposition."""
+"""Every kernel of the default tables, executed on the CPU: ragged shapes, both types, zero points,
+every decomposition."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def seed_of(name: str) -> int:
 
 @pytest.mark.parametrize("name", AMPERE + HOPPER)
 def test_ragged_shapes(name: str) -> None:
-    """The plain schedule and a random one; no shared memory instruction takes more passes than its bytes need."""
+    """The plain schedule and a random one; no shared memory instruction takes more passes than its
+    bytes need."""
     variant = Variant.parse(name)
     for i, (m, n, k) in enumerate(ragged_shapes(variant)):
         case = make_case(variant, m, n, k, seed=i, bias=i == 0)
@@ -110,7 +112,8 @@ def test_groups_above_128_are_stored_as_128(name: str, group_size: int) -> None:
     [(72, {"ldc": 76}), (72, {"c_offset": 2}), (73, {}), (72, {"ldc": 79, "lda": 520})],
 )
 def test_any_alignment_of_c_and_strides(name: str, n: int, changes: dict) -> None:
-    """Odd bases, odd row strides and odd n take the scalar stores; nothing outside [m, n] is touched (bounds check)."""
+    """Odd bases, odd row strides and odd n take the scalar stores; nothing outside [m, n] is
+    touched (bounds check)."""
     make_case(Variant.parse(name), 5, n, 512).check(**changes)
 
 

@@ -168,16 +168,17 @@ void emu_mbarrier_init_fence() {
     if (bar.init_warp == current().warp) bar.fenced = true;
 }
 
-void emu_mbarrier_arrive(uint32_t addr, uint32_t expect_bytes) {
+void emu_mbarrier_arrive(uint32_t addr, int arrivals, uint32_t expect_bytes) {
   EMU_ENTER("mbarrier_arrive", addr, expect_bytes);
+  if (arrivals < 1) fail("mbarrier", "%d arrivals: must be at least 1", arrivals);
   MBarrier& bar = find_barrier(addr);
   Warp& warp = *current().warp;
   join(bar.incoming, warp.clock);
   ++warp.clock[warp.agent];
   bar.bytes += expect_bytes;
   if (bar.bytes > kMaxTransactionBytes) fail("mbarrier", "%lld bytes expected on 0x%x: at most 2^20 - 1", (long long)bar.bytes, addr);
-  if (bar.pending == 0) fail("mbarrier", "0x%x gets more arrivals in one phase than its %d", addr, bar.count);
-  --bar.pending;
+  if (bar.pending < arrivals) fail("mbarrier", "0x%x gets more arrivals in one phase than its %d", addr, bar.count);
+  bar.pending -= arrivals;
   complete_phase_if_due(bar);
   progress();
 }

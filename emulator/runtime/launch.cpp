@@ -14,8 +14,7 @@ using marlin_cutlass::GemmParams;
 
 void lane_main() {
   const EmuLaunch& launch = *machine.launch;
-  GemmParams params;
-  std::memcpy(&params, launch.params, sizeof params);
+  const GemmParams params = *static_cast<const GemmParams*>(launch.params);
   if (launch.tensor_map)
     reinterpret_cast<void (*)(EmuTensorMap, GemmParams)>(launch.kernel)(*launch.tensor_map, params);
   else

@@ -53,7 +53,7 @@ float emu_to_float(bool bf16, uint16_t x);
 // ---- mbarriers and asynchronous copies
 void emu_mbarrier_init(uint32_t bar, int arrivals);
 void emu_mbarrier_init_fence();
-void emu_mbarrier_arrive(uint32_t bar, uint32_t expect_bytes);
+void emu_mbarrier_arrive(uint32_t bar, int arrivals, uint32_t expect_bytes);
 bool emu_mbarrier_try_wait(uint32_t bar, uint32_t parity);
 void emu_mbarrier_wait(uint32_t bar, uint32_t parity);
 void emu_bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar);

@@ -11,9 +11,10 @@ using TensorMap = EmuTensorMap;
 // ---- mbarrier ---------------------------------------------------------------------------------------------------
 MC_DEVICE void mbarrier_init(smem_addr_t bar, int arrivals) { emu_mbarrier_init(bar, arrivals); }
 MC_DEVICE void mbarrier_init_fence() { emu_mbarrier_init_fence(); }
-MC_DEVICE void mbarrier_arrive(smem_addr_t bar) { emu_mbarrier_arrive(bar, 0); }
-MC_DEVICE void mbarrier_arrive_expect(smem_addr_t bar, uint32_t bytes) { emu_mbarrier_arrive(bar, bytes); }
-MC_DEVICE void mbarrier_arrive_remote(smem_addr_t bar, uint32_t rank) { emu_mbarrier_arrive(emu_map_to_rank(bar, rank), 0); }
+MC_DEVICE void mbarrier_arrive(smem_addr_t bar) { emu_mbarrier_arrive(bar, 1, 0); }
+MC_DEVICE void mbarrier_arrive_many(smem_addr_t bar, int arrivals) { emu_mbarrier_arrive(bar, arrivals, 0); }
+MC_DEVICE void mbarrier_arrive_expect(smem_addr_t bar, uint32_t bytes) { emu_mbarrier_arrive(bar, 1, bytes); }
+MC_DEVICE void mbarrier_arrive_remote(smem_addr_t bar, uint32_t rank) { emu_mbarrier_arrive(emu_map_to_rank(bar, rank), 1, 0); }
 MC_DEVICE bool mbarrier_try_wait(smem_addr_t bar, uint32_t parity) { return emu_mbarrier_try_wait(bar, parity); }
 MC_DEVICE void mbarrier_wait(smem_addr_t bar, uint32_t parity) { emu_mbarrier_wait(bar, parity); }
 MC_DEVICE bool mbarrier_try_wait_cluster(smem_addr_t bar, uint32_t parity) { return emu_mbarrier_try_wait(bar, parity); }
