@@ -14,15 +14,28 @@ MC_DEVICE int first_column(int lane) {
   return 2 * row - (row & 1);
 }
 
-template <class E> MC_DEVICE ColumnFactors load_column_factors(const GemmParams& p, int atom_column, int lane) {
+// The scales, early: their latency hides behind the main loop.
+MC_DEVICE ColumnFactors load_column_scales(const GemmParams& p, int atom_column, int lane) {
   ColumnFactors f;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int column = atom_column + first_column(lane) + 2 * i;
-    const bool inside = column < p.n;
-    f.scale[i] = inside ? ld_global_f32(p.col_scale + column) : 0.f;
-    f.bias[i] = inside && p.bias != nullptr ? ld_global_element<E>(p.bias, column) : 0.f;
+    f.scale[i] = column < p.n ? ld_global_f32(p.col_scale + column) : 0.f;
+    f.bias[i] = 0.f;
   }
+  return f;
+}
+template <class E> MC_DEVICE void load_column_bias(const GemmParams& p, int atom_column, int lane, ColumnFactors& f) {
+  if (p.bias == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int column = atom_column + first_column(lane) + 2 * i;
+    if (column < p.n) f.bias[i] = ld_global_element<E>(p.bias, column);
+  }
+}
+template <class E> MC_DEVICE ColumnFactors load_column_factors(const GemmParams& p, int atom_column, int lane) {
+  ColumnFactors f = load_column_scales(p, atom_column, lane);
+  load_column_bias<E>(p, atom_column, lane, f);
   return f;
 }
 

@@ -32,7 +32,7 @@ struct HopperConfig {
   static constexpr int kRegisterCap = kMoveRegisters ? kConsumerRegisters : 65536 / (kCtasPerSm * kThreads) / 8 * 8;
 
   // k16 steps of one commit group: four, or two where registers are short.
-  static constexpr int kBatch = kRowBlocks * kMTile / 2 + 68 <= kRegisterCap ? 4 : 2;
+  static constexpr int kBatch = kDecomposition != Decomposition::kHybrid && kRowBlocks * kMTile / 2 + 68 <= kRegisterCap ? 4 : 2;
   // Second argument of __launch_bounds__: setmaxnreg needs the 1. Otherwise none: with a minimum of blocks ptxas 13.0 serialises wgmma
   // (C7512) though the registers suffice; build.py checks afterwards that kCtasPerSm CTAs fit.
   static constexpr int kMinBlocks = kMoveRegisters ? 1 : 0;
@@ -58,6 +58,7 @@ struct HopperConfig {
   static_assert(kStages % kWarpgroupsK == 0, "every stage belongs to one k group of warpgroups");
   static_assert(kActivationBytes % 1024 == 0 && kMTile % 8 == 0 && kMTile <= 256, "m_tile must be a multiple of 8 up to 256");
   static_assert(kCluster || kSplit == 1, "only split_k uses a cluster");
+  static_assert(kDecomposition != Decomposition::kHybrid || (kRowBlocks == 1 && kWarpgroupsK == 1), "hybrid: one block a warpgroup");
   static_assert(kDecomposition != Decomposition::kStriped, "the Hopper family calls contiguous ranges stream_k");
 
   MC_DEVICE static smem_addr_t full(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * stage; }

@@ -33,18 +33,19 @@ template <class C> MC_DEVICE int steps_of_group(int first, int steps, int group)
   return steps > offset ? (steps - offset + C::kWarpgroupsK - 1) / C::kWarpgroupsK : 0;
 }
 
-template <class C> MC_DEVICE void store_tile(const GemmParams& p, HopperMainloop<C>& loop, int tile, int warpgroup_n, uint32_t rank) {
-  const TileIndex t = tile_index(p, tile);
+// First column of this warp's atom in row block `r` of a tile that starts at column block `first_block`.
+template <class C> MC_DEVICE int atom_column(int first_block, int warpgroup_n, int r) {
+  return (first_block + warpgroup_n * C::kRowBlocks + r) * kBlockColumns + (warp_index() & 3) * 16;
+}
+
+template <class C>
+MC_DEVICE void store_rows(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int row, int column, uint32_t rank) {
   const int lane = lane_index();
+  load_column_bias<typename C::Element>(p, column, lane, f);
 #pragma unroll
-  for (int r = 0; r < C::kRowBlocks; ++r) {
-    const int column = t.n * C::kNSm + (warpgroup_n * C::kRowBlocks + r) * kBlockColumns + (warp_index() & 3) * 16;
-    const ColumnFactors f = load_column_factors<typename C::Element>(p, column, lane);
-#pragma unroll
-    for (int i = 0; i < C::kMTile / 8; ++i)
-      if (owns_chunk<C>(r * (C::kMTile / 8) + i, rank))
-        store_atom<typename C::Element>(p, &loop.acc[r][4 * i], f, t.m * C::kMTile + 8 * i, column, lane);
-  }
+  for (int i = 0; i < C::kMTile / 8; ++i)
+    if (owns_chunk<C>(r * (C::kMTile / 8) + i, rank))
+      store_atom<typename C::Element>(p, &loop.acc[r][4 * i], f, row + 8 * i, column, lane);
 }
 
 template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_addr_t base, Loop work, uint32_t rank) {
@@ -55,7 +56,10 @@ template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_
   bool reused = false;
   Segment s;
   while (work.next(s)) {
-    const int steps = s.k_end - s.k_begin;
+    const int steps = s.k_end - s.k_begin, first_block = tile_index(p, s.tile).n * C::kColumnBlocks;
+    ColumnFactors factors[C::kRowBlocks];
+#pragma unroll
+    for (int r = 0; r < C::kRowBlocks; ++r) factors[r] = load_column_scales(p, atom_column<C>(first_block, group_n, r), lane_index());
     loop.run(steps_of_group<C>(first, steps, group_k));
     first = (first + steps) % C::kWarpgroupsK;
     if constexpr (C::kWarpgroupsK > 1) {
@@ -67,7 +71,45 @@ template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_
       if (!reduce_ranges<C>(p, loop.acc, s, group_n)) continue;
     }
     if constexpr (C::kCluster) reduce_cluster<C>(loop.acc, base, group_n, rank);
-    store_tile<C>(p, loop, s.tile, group_n, rank);
+    const TileIndex t = tile_index(p, s.tile);
+#pragma unroll
+    for (int r = 0; r < C::kRowBlocks; ++r)
+      store_rows<C>(p, loop, factors[r], r, t.m * C::kMTile, atom_column<C>(t.n * C::kColumnBlocks, group_n, r), rank);
+  }
+}
+
+// Item 0 or 1 of a warpgroup in a pass: its whole block, or its shares in the order of the sweep. Empty: k_begin == k_end.
+template <class C> MC_DEVICE Segment hybrid_item(const GemmParams& p, int index, int item) {
+  const int slot = warp_index() >> 2;
+  const HybridPass pass = HybridSchedule<C::kColumnBlocks>{p}.pass(block_index(), index);
+  if (slot < pass.whole) return {pass.first_block + slot, 0, item == 0 ? p.k_steps : 0};
+  if (slot > pass.whole) return {0, 0, 0};
+  return item == 0 ? Segment{pass.shared, pass.start, pass.start + pass.length0} : Segment{pass.shared + 1, 0, pass.length1};
+}
+
+template <class C> MC_DEVICE void consume_hybrid(const GemmParams& p, smem_addr_t base) {
+  wait_for_previous_grid();
+  HopperMainloop<C> loop(base, warp_index() >> 2, 0);
+  const int passes = HybridSchedule<C::kColumnBlocks>{p}.passes();
+#pragma unroll 1
+  for (int index = 0; index < passes; ++index) {
+    int left = HybridSchedule<C::kColumnBlocks>{p}.pass(block_index(), index).steps;
+#pragma unroll 1
+    for (int item = 0; item < 2; ++item) {
+      Segment s = hybrid_item<C>(p, index, item);
+      if (s.k_begin == s.k_end) continue;
+      const ColumnFactors factors = load_column_scales(p, atom_column<C>(s.tile, 0, 0), lane_index());
+      loop.run(s.k_end - s.k_begin);
+      left -= s.k_end - s.k_begin;
+      forget(index);  // computed again rather than kept in registers, or spilled, through the main loop
+      s = hybrid_item<C>(p, index, item);
+      if (reduce_shares<C>(p, loop.acc, s, index))
+        store_rows<C>(p, loop, factors, 0, HybridSchedule<C::kColumnBlocks>{p}.pass(block_index(), index).m * C::kMTile,
+                      atom_column<C>(s.tile, 0, 0), 0);
+    }
+    loop.skip(left);
+    // A slot that left stages out must not look at a barrier that is still a phase behind.
+    if (index + 1 < passes) named_barrier_sync(4, C::kConsumerThreads);
   }
 }
 
@@ -78,19 +120,27 @@ template <class C> MC_DEVICE void hopper_gemm(const TensorMap& map_a, const Gemm
   launch_dependents();
   if (thread_index() == C::kConsumerThreads + 32) tensor_map_prefetch(&map_a);
   setup_barriers<C>(base, rank);
+  constexpr bool kHybrid = C::kDecomposition == Decomposition::kHybrid;
   const WorkLoop<C::kDecomposition, C::kSplit> work(p, block_index(), static_cast<int>(rank));
   if (warp >= C::kConsumerThreads / 32) {
     if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
     if (warp == C::kConsumerThreads / 32) {
-      if (elect_one()) produce_weights<C>(p, base, work);
+      if (elect_one()) {
+        if constexpr (kHybrid) produce_weights_hybrid<C>(p, base);
+        else produce_weights<C>(p, base, work);
+      }
     } else if (warp == C::kConsumerThreads / 32 + 1) {
-      if (elect_one()) produce_activations<C>(p, map_a, base, work);
+      if (elect_one()) {
+        if constexpr (kHybrid) produce_activations_hybrid<C>(p, map_a, base);
+        else produce_activations<C>(p, map_a, base, work);
+      }
     }
     warp_sync();
     if constexpr (C::kCluster) cluster_wait_unaligned();
   } else {
     if constexpr (C::kMoveRegisters) registers_increase<C::kConsumerRegisters>();
-    consume<C>(p, base, work, rank);
+    if constexpr (kHybrid) consume_hybrid<C>(p, base);
+    else consume<C>(p, base, work, rank);
   }
 }
 

@@ -41,8 +41,12 @@ template <class C> struct HopperMainloop {
     release_held();
   }
 
-  // Skips stages that belong to other k groups at the end of a tile: keeps the ring position in step with the producers.
-  MC_DEVICE int ring_stage() const { return ring_.stage; }
+  // Leaves out `steps` stages, for which the producer has arrived.
+  MC_DEVICE void skip(int steps) {
+    const int to = ring_.stage + steps;
+    ring_.phase ^= (to / C::kStages) & 1;
+    ring_.stage = to % C::kStages;
+  }
 
  private:
   MC_DEVICE void release(int stage) {

@@ -51,4 +51,59 @@ MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, 
   }
 }
 
+// Address of stage `step` of a column block.
+template <class C> MC_DEVICE const uint8_t* block_source(const GemmParams& p, int block, int step) {
+  constexpr uint32_t kUnit = 128;  // blocks are multiples of 128 bytes: 32-bit arithmetic reaches 256 GiB
+  const uint32_t index = static_cast<uint32_t>(block) * p.k_blocks + step * C::kDepthBlocks;
+  return p.weight + static_cast<uint64_t>(index * (C::Dequant::kBlockBytes / kUnit)) * kUnit;
+}
+
+// A slot without a block in a stage does not wait for it: the producer arrives in its place.
+template <class C> MC_DEVICE void produce_weights_hybrid(const GemmParams& p, smem_addr_t base) {
+  const uint64_t policy = evict_first_policy();
+  RingPosition<C::kStages> ring;
+  int issued = 0;
+#pragma unroll 1
+  for (int index = 0; index < HybridSchedule<C::kColumnBlocks>{p}.passes(); ++index) {
+    const HybridPass pass = HybridSchedule<C::kColumnBlocks>{p}.pass(block_index(), index);
+    int step = pass.start;
+#pragma unroll 1
+    for (int j = 0; j < pass.steps; ++j) {
+      if (issued++ == C::kStages) wait_for_previous_grid();
+      const smem_addr_t full = C::full(base, ring.stage), empty = C::empty(base, ring.stage);
+      mbarrier_wait(empty, ring.phase ^ 1);
+      const int blocks = pass.whole + (j < pass.length0 + pass.length1);
+      if (blocks < C::kColumnBlocks) mbarrier_arrive_many(empty, 4 * (C::kColumnBlocks - blocks));
+      mbarrier_arrive_expect(full, blocks * C::kBlockRowBytes);
+      smem_addr_t dst = base + C::kWeightOffset + ring.stage * C::kWeightBytes;
+#pragma unroll 1
+      for (int i = 0; i < blocks; ++i, dst += C::kBlockRowBytes) {
+        const int block = i < pass.whole ? pass.first_block + i : pass.shared + (j >= pass.length0);
+        bulk_load(dst, block_source<C>(p, block, step), C::kBlockRowBytes, full, policy);
+      }
+      if (++step == p.k_steps) step = 0;
+      ring.advance();
+    }
+  }
+}
+
+template <class C> MC_DEVICE void produce_activations_hybrid(const GemmParams& p, const TensorMap& map_a, smem_addr_t base) {
+  wait_for_previous_grid();
+  RingPosition<C::kStages> ring;
+#pragma unroll 1
+  for (int index = 0; index < HybridSchedule<C::kColumnBlocks>{p}.passes(); ++index) {
+    const HybridPass pass = HybridSchedule<C::kColumnBlocks>{p}.pass(block_index(), index);
+    int step = pass.start;
+#pragma unroll 1
+    for (int j = 0; j < pass.steps; ++j) {
+      mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
+      const smem_addr_t full = C::full(base, ring.stage);
+      mbarrier_arrive_expect(full, C::kActivationBytes);
+      tensor_load_3d(base + ring.stage * C::kActivationBytes, &map_a, 0, pass.m * C::kMTile, step * (C::kKSm / 64), full);
+      if (++step == p.k_steps) step = 0;
+      ring.advance();
+    }
+  }
+}
+
 }  // namespace marlin_cutlass

@@ -123,4 +123,33 @@ template <class C> MC_DEVICE bool reduce_ranges(const GemmParams& p, Accumulator
   return true;
 }
 
+// ---- shares of a left-over column block (hybrid) ----------------------------------------------------------------
+// The CTA that holds the block's first k step adds the shares behind it, ascending, and clears their flags. A CTA hands over at most one
+// share a pass, before it can wait for anybody. One flag and one slot per CTA and pass.
+template <class C> MC_DEVICE bool reduce_shares(const GemmParams& p, Accumulators<C>& acc, const Segment& s, int pass) {
+  constexpr int kBarrier = 3;
+  if (s.k_begin == 0 && s.k_end == p.k_steps) return true;
+  const int thread = thread_index() & 127, cta = block_index(), first_slot = pass * grid_size();
+  auto slot = [&](int c) { return p.partials + (static_cast<int64_t>(first_slot + c) * C::kChunks * 128 + thread) * 4; };
+  if (s.k_begin != 0) {
+    float* out = slot(cta);
+#pragma unroll
+    for (int i = 0; i < C::kChunks; ++i) st_global_cg_f32x4(out + i * 512, as_vector(chunk_of<C>(acc, i)));
+    named_barrier_sync(kBarrier, 128);
+    if (thread == 0) st_release(p.flags + first_slot + cta, 1u);
+    return false;
+  }
+  const int last = HybridSchedule<C::kColumnBlocks>{p}.end_of_sharers(s.tile, cta);
+  for (int c = cta + 1 + thread; c < last; c += 128) wait_flag(p.flags + first_slot + c, 1u);
+  named_barrier_sync(kBarrier, 128);
+  for (int c = cta + 1 + thread; c < last; c += 128) st_release(p.flags + first_slot + c, 0u);
+#pragma unroll 1
+  for (int c = cta + 1; c < last; ++c) {
+    const float* in = slot(c);
+#pragma unroll
+    for (int i = 0; i < C::kChunks; ++i) add_to(chunk_of<C>(acc, i), ld_global_cg_f32x4(in + i * 512));
+  }
+  return true;
+}
+
 }  // namespace marlin_cutlass

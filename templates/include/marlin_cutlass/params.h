@@ -21,14 +21,30 @@ struct GemmParams {
   int32_t k_steps;          // pipeline stages that cover k
   int32_t raster;           // m-tiles per group of the tile order, >= 1
   int32_t vector_store;     // 1 if C takes aligned 8-byte stores
+  // Hybrid decomposition (tile_order.cuh); set_hybrid_partition fills them, others leave zero.
+  int32_t full_passes;      // passes in which every block slot of every CTA holds a whole column block
+  int32_t whole_blocks;     // whole blocks of a CTA in the pass behind them
+  int32_t left_over;        // blocks cut along k in that pass
+  int32_t share_each;       // k steps of a CTA's share; the first share_more CTAs take one more
+  int32_t share_more;
 };
+
+// Cuts n_blocks columns and k_steps over `grid` CTAs of `slots` block slots each.
+inline void set_hybrid_partition(GemmParams& p, int slots, int grid) {
+  p.full_passes = p.n_blocks / (grid * slots);
+  const int rest = p.n_blocks - p.full_passes * grid * slots;
+  p.whole_blocks = rest / grid;
+  p.left_over = rest - p.whole_blocks * grid;
+  p.share_each = p.left_over * p.k_steps / grid;
+  p.share_more = p.left_over * p.k_steps - p.share_each * grid;
+}
 
 constexpr int kBlockColumns = 64;     // columns of a packed block
 constexpr int kBlockDepth = 128;      // depth of a packed block
 constexpr int kBlockCodeBytes = 4096; // INT4 codes of a packed block
 constexpr int kSlackBlocks = 3;       // readable blocks behind the last one
 
-enum class Decomposition { kDataParallel, kStriped, kSplitK, kStreamK };
+enum class Decomposition { kDataParallel, kStriped, kSplitK, kStreamK, kHybrid };
 
 // Bytes of scales and zero points behind the codes of one block.
 constexpr int scale_bytes(int group_size, bool zeros) {

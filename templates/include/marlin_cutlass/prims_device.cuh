@@ -26,6 +26,8 @@ MC_DEVICE int lane_index() { return threadIdx.x & 31; }
 // Same value in all lanes, and the compiler knows it.
 MC_DEVICE int warp_index() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x >> 5), 0); }
 MC_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+// Hides from the compiler what it knows of x.
+MC_DEVICE void forget(int& x) { asm volatile("" : "+r"(x)); }
 MC_DEVICE void block_sync() { __syncthreads(); }
 MC_DEVICE void warp_sync() { __syncwarp(); }
 // Barrier `id` (1..15) among `threads` threads.

@@ -20,6 +20,9 @@ MC_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release
 MC_DEVICE void mbarrier_arrive(smem_addr_t bar) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+MC_DEVICE void mbarrier_arrive_many(smem_addr_t bar, int arrivals) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
 MC_DEVICE void mbarrier_arrive_expect(smem_addr_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }

@@ -21,9 +21,10 @@ MC_DEVICE TileIndex tile_index(const GemmParams& p, int tile) {
 // A run of k steps of one tile.
 struct Segment { int tile, k_begin, k_end; };
 
-// First unit (k step of a tile) of CTA `cta` when `total` units are cut into equal contiguous ranges.
+// First unit (k step of a tile) of CTA `cta` when `total` units are cut into contiguous ranges that differ by one unit at most.
 MC_DEVICE int range_begin(int total, int cta, int ctas) {
-  return static_cast<int>(static_cast<int64_t>(total) * cta / ctas);
+  const int each = total / ctas, more = total - each * ctas;
+  return each * cta + (cta < more ? cta : more);
 }
 
 // The segments of this CTA, in order.
@@ -63,6 +64,56 @@ template <Decomposition kDecomposition, int kSplit> struct WorkLoop {
  private:
   static constexpr bool kRanges = kDecomposition == Decomposition::kStriped || kDecomposition == Decomposition::kStreamK;
   int k_steps_, position_ = 0, end_ = 0, k_begin_ = 0, k_end_ = 0;
+};
+
+// ---- hybrid: whole columns for every CTA, the remainder cut along k ------------------------------------------------
+// B = n_blocks blocks of 64 columns over G CTAs of W block slots: first B / (G W) passes with W whole blocks each, then one pass in which a
+// CTA takes q = rest / G whole blocks and an equal share of the k steps of the rest % G blocks that are left. A CTA sweeps k in a circle
+// that starts at its share, so shares are done, and added, while the whole blocks still run.
+struct HybridPass {
+  int m;             // row tile
+  int first_block;   // whole blocks first_block .. first_block + whole - 1
+  int whole;
+  int steps;         // k steps of the sweep: all, or the share alone where there is no whole block
+  int start;         // k step at which the sweep starts
+  int shared;        // share: the first `length0` steps of the sweep are of block `shared`, up to its end at most; the next
+  int length0, length1;  // `length1` steps, which start at k step 0, of block `shared + 1`
+};
+
+// Holds nothing: a pass is computed again from its index wherever it is needed, so that no register is kept for it in the main loop.
+template <int kSlots> struct HybridSchedule {
+  const GemmParams& p;
+
+  MC_DEVICE int passes() const { return p.m_tiles * passes_per_row(); }
+  MC_DEVICE HybridPass pass(int cta, int index) const {
+    int m = 0, i = index;
+    if (p.m_tiles > 1) {
+      m = index / passes_per_row();
+      i = index - m * passes_per_row();
+    }
+    if (i < p.full_passes) return {m, (i * grid_size() + cta) * kSlots, kSlots, p.k_steps, 0, 0, 0, 0};
+    HybridPass pass{m, p.n_blocks - p.left_over - (grid_size() - cta) * p.whole_blocks, p.whole_blocks, p.k_steps, 0, 0, 0, 0};
+    if (p.left_over == 0) return pass;
+    const int begin = share_begin(cta), end = share_begin(cta + 1), block = begin / p.k_steps, block_end = (block + 1) * p.k_steps;
+    pass.shared = p.n_blocks - p.left_over + block;
+    pass.start = begin - block * p.k_steps;
+    pass.length0 = (end < block_end ? end : block_end) - begin;
+    pass.length1 = end > block_end ? end - block_end : 0;
+    if (pass.whole == 0) pass.steps = end - begin;
+    return pass;
+  }
+  // First CTA behind `cta` whose share lies wholly behind left-over block `block` (index in C).
+  MC_DEVICE int end_of_sharers(int block, int cta) const {
+    const int block_end = (block - (p.n_blocks - p.left_over) + 1) * p.k_steps;
+    int last = cta + 1;
+    while (last < grid_size() && share_begin(last) < block_end) ++last;
+    return last;
+  }
+
+ private:
+  MC_DEVICE int passes_per_row() const { return p.full_passes + (p.whole_blocks + p.left_over > 0); }
+  // First unit of CTA `cta` among the k steps of the left-over blocks.
+  MC_DEVICE int share_begin(int cta) const { return p.share_each * cta + (cta < p.share_more ? cta : p.share_more); }
 };
 
 }  // namespace marlin_cutlass
