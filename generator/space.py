@@ -44,70 +44,49 @@ class Entry:
 
 # ---- hopper: sm_90a ------------------------------------------------------------------------------
 # Weights stream at 4.3 TB/s only with about 128 KiB in flight per SM (H200, 2026-11-29), hence
-# depths that fill shared memory. Rows marked "every format" make the table total; their depth fits
-# group 32 with zero points. A few spilled words hold the state of the loop over tiles, read once
-# per tile: harmless (seen in SASS, nvcc 13.0).
+# depths that fill shared memory. "Ragged": a tile count just above a multiple of the SMs, where
+# equal shares of K beat whole tiles.
+# A few spilled words hold the state of the loop over tiles, read once per tile: harmless (seen in
+# SASS, nvcc 13.0).
 TILE_LOOP_SPILL = 128
+
 HOPPER = (
     # batch 1..16
-    Row(
-        "m8_n256k128_w2x1_p6_dp_c2",
-        SYM128,
-        "batch 1-8, wide N: two CTAs per SM hide each other's start and end",
-    ),
+    Row("m8_n256k128_w2x1_p6_dp_c2", SYM128, "batch 1-8, wide N: one CTA starts as the other ends"),
     Row("m16_n256k128_w2x1_p4_dp_c2", ALL, "batch 1-16, every format"),
     Row("m16_n256k128_w2x1_p5_dp_c2", SYM128, "batch 9-16, wide N"),
     Row("m16_n128k128_w2x1_p8_dp_c2", SYM128, "batch 1-16, N too small for 256-wide tiles"),
-    Row("m8_n256k256_w4x1_p6_streamk_c1", SYM128, "batch 1-8, tile counts just above a wave"),
-    Row("m16_n256k256_w4x1_p5_streamk_c1", SYM128, "batch 9-16, tile counts just above a wave"),
-    Row(
-        "m8_n64k256_w1x4_p8_split2_c1", SYM128, "batch 1-8, few columns: a cluster of two splits K"
-    ),
+    Row("m8_n256k256_w4x1_p6_streamk_c1", SYM128, "batch 1-8, ragged"),
+    Row("m16_n256k256_w4x1_p5_streamk_c1", SYM128, "batch 9-16, ragged"),
+    Row("m8_n64k256_w1x4_p8_split2_c1", SYM128, "batch 1-8, few columns: a cluster splits K"),
     Row("m16_n64k256_w1x4_p8_split2_c1", ALL, "batch 1-16, few columns, every format"),
     # batch 17..64
-    Row("m32_n256k128_w2x1_p4_dp_c2", SYM128, "batch 17-32, wide N, two row blocks per warpgroup"),
+    Row("m32_n256k128_w2x1_p4_dp_c2", SYM128, "batch 17-32, wide N, two row blocks a warpgroup"),
     Row("m32_n128k128_w2x1_p6_dp_c2", SYM128, "batch 17-32, medium N"),
-    Row(
-        "m32_n256k256_w4x1_p4_streamk_c1",
-        SYM128,
-        "batch 17-32, tile counts just above a wave",
-        TILE_LOOP_SPILL,
-    ),
+    Row("m32_n256k256_w4x1_p4_streamk_c1", SYM128, "batch 17-32, ragged", TILE_LOOP_SPILL),
     Row("m32_n64k256_w1x4_p8_split2_c1", SYM128, "batch 17-32, few columns"),
     Row("m48_n256k128_w4x1_p7_dp_c1", SYM128, "batch 33-48, wide N"),
     Row("m64_n128k128_w2x1_p4_dp_c2", ALL, "batch 33-64, every format"),
     Row("m64_n256k128_w4x1_p6_dp_c1", SYM128, "batch 49-64, wide N, one tile per CTA"),
-    Row(
-        "m64_n256k128_w4x1_p6_streamk_c1",
-        SYM128,
-        "batch 49-64, tile counts just above a wave",
-        TILE_LOOP_SPILL,
-    ),
+    Row("m64_n256k128_w4x1_p6_streamk_c1", SYM128, "batch 49-64, ragged", TILE_LOOP_SPILL),
     Row("m64_n64k128_w1x4_p8_split2_c1", SYM128, "batch 33-64, few columns", TILE_LOOP_SPILL),
     # batch 65 and more
-    Row(
-        "m128_n256k128_w2x1_p4_dp_c1",
-        SYM128,
-        "batch 65 and more: tensor bound, 2 row blocks per warpgroup",
-    ),
+    Row("m128_n256k128_w2x1_p4_dp_c1", SYM128, "batch 65 and more: tensor bound"),
     Row("m128_n256k128_w2x1_p3_dp_c1", REST, "batch 65 and more, the other formats"),
-    Row("m128_n256k128_w2x1_p4_streamk_c1", SYM128, "batch 65-512, tile counts just above a wave"),
+    Row("m128_n256k128_w2x1_p4_streamk_c1", SYM128, "batch 65-512, ragged"),
     Row("m192_n128k128_w2x1_p3_dp_c1", SYM128, "batch 129-192 in one tile of rows"),
-    Row(
-        "m256_n128k128_w2x1_p3_dp_c1",
-        SYM128,
-        "batch 193-256 and prefill: each weight is dequantised once per 256 rows",
-    ),
+    Row("m256_n128k128_w2x1_p3_dp_c1", SYM128, "batch 193-256: dequantises once per 256 rows"),
 )
 
-# ---- ampere: sm_80, sm_86, sm_89, and the portable family elsewhere ------------------------------
+# ---- ampere: sm_80, sm_86, sm_89, sm_120 ---------------------------------------------------------
 # MARLIN's shapes: 256 threads, four stages (paper: hides latency, is even, fits at M = 64), plus
-# smaller tiles for small N. The depths fit 99 KiB, so one table serves sm_80, 86 and 89.
+# smaller tiles for small N. Depths fit 99 KiB, so one table serves all of them.
 AMPERE = (
-    Row("m8_n128k128_w2x2_p4_striped_c1", SYM128, "batch 1-8, four warps"),
+    Row("m8_n128k128_w2x2_p4_striped_c2", SYM128, "batch 1-8, two CTAs of four warps"),
     Row("m16_n128k128_w2x2_p4_striped_c1", ALL, "batch 1-16, every format"),
+    Row("m16_n128k128_w2x2_p4_striped_c2", SYM128, "batch 9-16, two CTAs of four warps"),
     Row("m16_n64k256_w1x4_p4_striped_c1", SYM128, "batch 1-16, few columns"),
-    Row("m16_n64k256_w1x4_p4_dp_c1", SYM128, "batch 1-16, enough 64-wide tiles"),
+    Row("m16_n64k256_w1x4_p4_dp_c1", SYM128, "batch 1-16, whole 64-wide tiles"),
     Row("m16_n256k128_w4x2_p4_striped_c1", SYM128, "batch 1-16, wide N, eight warps"),
     Row("m32_n128k128_w2x2_p4_striped_c1", SYM128, "batch 17-32"),
     Row("m32_n256k128_w4x2_p3_striped_c1", SYM128, "batch 17-32, wide N"),
@@ -115,9 +94,35 @@ AMPERE = (
     Row("m64_n128k128_w2x2_p3_striped_c1", ALL, "batch 33-64, every format"),
     Row("m64_n256k128_w4x2_p3_striped_c1", SYM128, "batch 49-64, wide N"),
     Row("m128_n128k128_w4x2_p2_striped_c1", ALL, "batch 65 and more, every format"),
+    Row("m128_n256k128_w8x1_p2_striped_c1", SYM128, "batch 65 and more, wide N"),
 )
 
-TABLES: dict[str, tuple[Row, ...]] = {"hopper": HOPPER, "ampere": AMPERE}
+# ---- ampere kernels where a block may take 227 KiB: sm_90a, sm_100 -------------------------------
+# Faster memory wants more bytes in flight: deeper pipelines, or two CTAs per SM.
+AMPERE_LARGE = (
+    Row("m8_n128k256_w2x4_p4_striped_c2", SYM128, "batch 1-8"),
+    Row("m16_n128k256_w2x4_p4_striped_c2", ALL, "batch 1-16, every format"),
+    Row("m16_n128k256_w2x4_p4_dp_c2", SYM128, "batch 1-16, whole 128-wide tiles"),
+    Row("m16_n256k128_w4x2_p5_striped_c2", SYM128, "batch 9-16, wide N"),
+    Row("m16_n64k256_w1x4_p4_striped_c3", SYM128, "batch 1-16, few columns, three CTAs per SM"),
+    Row("m16_n64k256_w1x4_p4_split4_c2", SYM128, "batch 1-16, so few columns that K is split"),
+    Row("m32_n128k128_w2x2_p4_striped_c2", SYM128, "batch 17-32"),
+    Row("m32_n256k128_w4x2_p8_striped_c1", SYM128, "batch 17-32, wide N"),
+    Row("m48_n256k128_w4x2_p6_striped_c1", SYM128, "batch 33-48"),
+    Row("m64_n128k128_w2x2_p4_striped_c2", ALL, "batch 33-64, every format"),
+    Row("m64_n256k128_w4x2_p6_striped_c1", SYM128, "batch 49-64, wide N"),
+    Row("m128_n128k128_w4x2_p4_striped_c1", ALL, "batch 65 and more, every format"),
+    Row("m128_n256k128_w8x1_p4_striped_c1", SYM128, "batch 65 and more, wide N"),
+)
+
+LARGE_SHARED_BYTES = 200 * 1024
+
+
+def declared_rows(arch: Arch, family: str) -> tuple[Row, ...]:
+    """The rows of `family` for `arch`."""
+    if family == "hopper":
+        return HOPPER
+    return AMPERE_LARGE if arch.shared_per_block > LARGE_SHARED_BYTES else AMPERE
 
 
 def default_families(arch: Arch) -> tuple[str, ...]:
@@ -132,7 +137,7 @@ def default_space(arch: Arch, families: tuple[str, ...] | None = None) -> list[E
     """
     entries = []
     for family in families or default_families(arch):
-        for row in TABLES[family]:
+        for row in declared_rows(arch, family):
             geometry = Geometry.parse(f"w4a16_{family}_{row.geometry}")
             for fmt in row.formats:
                 variant = geometry.with_format(*fmt)

@@ -144,7 +144,7 @@ def test_the_default_table_builds_and_is_listed(cli):
 
     before = _stamps(cli.folder / "out")
     again = cli.build()
-    assert "0 compiled, 64 up to date" in again.stdout
+    assert f"0 compiled, {len(declared)} up to date" in again.stdout
     assert _stamps(cli.folder / "out") == before, "a second build touches nothing"
 
 
