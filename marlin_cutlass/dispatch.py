@@ -176,15 +176,15 @@ class Table:
         """For each format the kernel that serves every number of rows, -1 where there is none.
 
         A row of the product then depends on nothing but itself: the sum over k is cut the same way
-        for every m. That holds for data-parallel kernels and for clusters that split k; among them
-        the largest row tile up to 64.
+        for every m. That holds for data-parallel kernels and for clusters that split k, of which
+        the one with the largest row tile up to 64 is taken. Other kernels cut k by the number of
+        row tiles: where a format has only those, the launcher gives them one row tile at a time.
         """
         chosen = [-1] * (2 * 2 * len(GROUPS))
         for index, kernel in enumerate(self.kernels):
-            if is_invariant(kernel):
-                best = chosen[kernel.format]
-                if best < 0 or _invariant_rank(kernel) > _invariant_rank(self.kernels[best]):
-                    chosen[kernel.format] = index
+            best = chosen[kernel.format]
+            if best < 0 or _invariant_rank(kernel) > _invariant_rank(self.kernels[best]):
+                chosen[kernel.format] = index
         return chosen
 
     def find(self, name: str, dtype: str, zeros: bool, group_size: int) -> int:
@@ -228,7 +228,8 @@ def is_invariant(kernel: Kernel) -> bool:
 
 def _invariant_rank(kernel: Kernel) -> tuple:
     rows = kernel.m_tile if kernel.m_tile <= INVARIANT_ROWS else -kernel.m_tile
-    return (kernel.family == "hopper", kernel.decomposition == "data_parallel", rows)
+    whole = kernel.decomposition == "data_parallel"
+    return (is_invariant(kernel), kernel.family == "hopper", whole, rows)
 
 
 def format_index(dtype: str, zeros: bool, group_size: int) -> int:

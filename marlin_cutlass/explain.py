@@ -157,6 +157,8 @@ def _without_rows(table: dispatch.Table, call: dict[str, Any], forced: str | Non
         why = "batch-invariant: the same for every number of rows"
         if index < 0:
             return Explanation(**call, kernel=None, why=f"{why}; none is built for this format")
+        if not dispatch.is_invariant(table.kernels[index]):
+            why += f", {table.kernels[index].m_tile} rows a launch"
     return Explanation(**_launch(table, call, table.kernels[index]), why=why)
 
 

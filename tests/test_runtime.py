@@ -242,9 +242,28 @@ def test_batch_invariant_calls_take_one_kernel(fake, kernels):
         gemm(torch.randn(m, 256).half(), w, variant=-2)
         names.add(fake.last_kernel)
     assert len(names) == 1
-    kernels("streamk")
-    with pytest.raises(ValueError, match="no data-parallel kernel for batch_invariant=True"):
-        gemm(torch.randn(1, 256).half(), w, variant=-2)
+
+
+@pytest.mark.parametrize("shape", ["striped", "streamk"])
+def test_batch_invariant_calls_go_by_row_tiles_where_k_is_cut_by_them(fake, kernels, shape):
+    kernels(shape)
+    w = weight()
+    big = torch.randn(40, 300).half()
+    for a in (big[:1, :256], big[:16, :256], big[:, :256]):
+        out = torch.full((a.shape[0], 128), 7.0).half()
+        before = fake.record.launches
+        gemm(a, w, out=out[:, :96], variant=-2)
+        right(out[:, :96], a, w)
+        assert (out[:, 96:] == 7).all()
+        assert fake.record.launches - before == -(-a.shape[0] // 16)
+    fake.launcher.clear_tables()
+    fake.launcher.add_table(dispatch.parse_table(empty_manifest(), "."), 9, 0)
+    with pytest.raises(ValueError, match="no kernel for batch_invariant=True"):
+        gemm(big[:1, :256], w, variant=-2)
+
+
+def empty_manifest():
+    return {"format": 1, "arch": "sm_90a", "layout_version": 1, "variants": [], "dispatch": []}
 
 
 def test_the_current_context_is_restored(fake, kernels):

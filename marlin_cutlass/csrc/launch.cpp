@@ -125,6 +125,9 @@ Plan make_plan(const Call& call) {
   p.schedule = make_schedule(p.variant->fields, call.m, call.n, call.k, device.sms);
   if (p.schedule.grid > INT32_MAX) invalid("M=", call.m, ", N=", call.n, ": ", p.schedule.grid, " blocks exceed a grid; split the rows");
   p.k_multiple = p.variant->hopper() ? 64 : 8;
+  // Shares of k that depend on the number of row tiles do not within one row tile.
+  const bool by_tile = call.variant == kBatchInvariant && !is_batch_invariant(p.variant->fields);
+  p.rows_per_launch = by_tile ? p.variant->fields.m_tile : INT32_MAX;
   driver::ContextGuard guard(device.context);
   p.function = kernel(*p.variant, call.device);
   return p;

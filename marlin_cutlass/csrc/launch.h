@@ -30,7 +30,8 @@ struct Plan {
   driver::Function function;
   driver::Context context;
   Schedule schedule;
-  int64_t k_multiple;  // A must have a multiple of this many columns
+  int64_t k_multiple;       // A must have a multiple of this many columns
+  int64_t rows_per_launch;  // more rows than this take several launches
 };
 
 // Chosen once for each shape and thread, then found with one hash lookup.

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <vector>
@@ -284,6 +285,17 @@ void check_operands(const Arguments& x, const Operand& a, const Operand& packed,
   if (x.perm) check_part("perm", Operand(*x.perm), codes().int32, x.form.k, x.form, a);
 }
 
+// Launches `step` rows at a time. A and C hold two bytes per element.
+void launch_by_rows(const Call& whole, int64_t step) {
+  for (int64_t row = 0; row < whole.m; row += step) {
+    Call part = whole;
+    part.m = std::min(step, whole.m - row);
+    part.a = static_cast<const char*>(whole.a) + row * whole.lda * 2;
+    part.c = static_cast<char*>(whole.c) + row * whole.ldc * 2;
+    launch(plan(part), part);
+  }
+}
+
 void multiply(const Arguments& x, const Operand& a, const Operand& packed, const Operand& scale, int64_t rows, void* c, int64_t ldc) {
   if (rows > INT32_MAX) invalid("M=", rows, " must be below 2^31");
   const Bias bias = prepare_bias(x.bias, a, x.form.n);
@@ -307,7 +319,8 @@ void multiply(const Arguments& x, const Operand& a, const Operand& packed, const
   call.lda = activations.lda;
   call.k = activations.k;
   call.stream = current_stream(a.device);
-  launch(chosen, call);
+  if (rows <= chosen.rows_per_launch) launch(chosen, call);
+  else launch_by_rows(call, chosen.rows_per_launch);
 }
 
 Tensor gemm(const Tensor& a, const Tensor& packed, const Tensor& col_scale, const std::optional<Tensor>& bias,

@@ -46,7 +46,7 @@ int select(const Table& table, const Choice& c) {
   const int format = format_index(c.dtype, c.zeros, c.group_size);
   if (c.variant == kBatchInvariant) {
     const int index = table.batch_invariant[format];
-    if (index < 0) invalid("the ", table.arch, " table has no data-parallel kernel for batch_invariant=True: ", describe(c));
+    if (index < 0) invalid("the ", table.arch, " table has no kernel for batch_invariant=True: ", describe(c));
     return index;
   }
   if (c.variant != kAuto) return forced(table, c, format);

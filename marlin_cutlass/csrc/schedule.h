@@ -19,6 +19,12 @@ struct VariantFields {
 constexpr int kVariantFieldCount = 16;
 static_assert(sizeof(VariantFields) == kVariantFieldCount * sizeof(int32_t));
 
+// Whether the sum over k is cut the same way for every number of rows.
+inline bool is_batch_invariant(const VariantFields& v) {
+  const auto decomposition = static_cast<Decomposition>(v.decomposition);
+  return decomposition == Decomposition::kDataParallel || (decomposition == Decomposition::kSplitK && v.cluster > 1);
+}
+
 struct Schedule {
   int64_t m_tiles, n_tiles, k_steps, raster, grid, cluster, partials, flags;
 };
