@@ -17,7 +17,7 @@ INCLUDE = ROOT / "templates" / "include"
 CACHE = ROOT / "build" / "emulator"
 
 COMMON_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-Wno-psabi")
-RUNTIME_FLAGS = ("-O3", "-march=native", "-Wall", "-Wextra", "-g1")
+RUNTIME_FLAGS = ("-O3", "-march=native", "-Wall", "-Wextra", "-g")
 # Variables start as 0xfe bytes (NaN as fp16, -1.7e38 as fp32), and one that leaves its scope keeps
 # its place: a wgmma in flight may still read it. -g1 is enough for line numbers in messages.
 KERNEL_FLAGS = (

@@ -1,0 +1,347 @@
+"""Planted faults: changes of the kernel headers, and the check that must catch each.
+
+`python tests/emulator_mutations.py` prints the table of docs/emulation.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AMPERE = "w4a16_ampere_f16_g128_m16_n128k128_w2x2_p4_striped_c1"
+AMPERE_G32 = "w4a16_ampere_f16_g32_m16_n128k128_w2x2_p4_striped_c1"
+AMPERE_ZEROS = "w4a16_ampere_f16z_g128_m16_n128k128_w2x2_p4_striped_c1"
+AMPERE_BF16 = "w4a16_ampere_bf16_g128_m16_n128k128_w2x2_p4_striped_c1"
+AMPERE_WIDE = "w4a16_ampere_f16_g128_m16_n64k256_w1x4_p4_striped_c1"
+HOPPER = "w4a16_hopper_f16_g128_m16_n256k128_w2x1_p4_dp_c2"
+HOPPER_STREAM = "w4a16_hopper_f16_g128_m16_n256k256_w4x1_p5_streamk_c1"
+HOPPER_SPLIT = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_split2_c1"
+HOPPER_GROUPS = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_dp_c1"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replaces the first occurrence of `old` in a header of templates/include/marlin_cutlass."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault. caught_by: kinds of EmulationError, "values" (wrong result) or "conflicts"."""
+
+    name: str
+    edits: tuple[Edit, ...]
+    variant: str
+    caught_by: tuple[str, ...]
+    shape: tuple[int, int, int] = (19, 300, 1536)
+    ldc: int | None = None
+
+
+def _one(name: str, file: str, old: str, new: str, variant: str, *caught: str, **more) -> Mutation:
+    return Mutation(name, (Edit(file, old, new),), variant, caught, **more)
+
+
+KERNEL, LOADS, LOOP = "ampere_kernel.cuh", "ampere_loads.cuh", "ampere_mainloop.cuh"
+REDUCE, DEQUANT, STORE = "ampere_reduce.cuh", "dequant.cuh", "epilogue.cuh"
+WAIT_AND_SYNC = "cp_async_wait<C::kStages - 2>();\n          block_sync();"
+
+AMPERE_MUTATIONS = (
+    _one(
+        "cp.async waited for one stage late",
+        *(KERNEL, "cp_async_wait<C::kStages - 2>()", "cp_async_wait<C::kStages - 1>()"),
+        *(AMPERE, "race"),
+    ),
+    _one(
+        "barrier of the main loop missing",
+        *(KERNEL, WAIT_AND_SYNC, "cp_async_wait<C::kStages - 2>();"),
+        *(AMPERE, "race"),
+    ),
+    _one(
+        "slot refilled while warps still reduce in it",
+        *(KERNEL, "if constexpr (C::kWarpsK > 1) block_sync();", ""),
+        *(AMPERE, "race"),
+    ),
+    _one(
+        "barrier between the halves of the warp reduction missing",
+        *(REDUCE, "block_sync();  // one per chunk", "// one per chunk"),
+        *(AMPERE, "race"),
+    ),
+    _one(
+        "ring does not wrap",
+        *(KERNEL, "slot + C::kStageBytes == ring_end ? ring : ", ""),
+        *(AMPERE, "bounds"),
+    ),
+    _one(
+        "copies go on after the last stage",
+        *(LOADS, "if (steps_left_ > 0) {", "{"),
+        *(AMPERE, "bounds", "race", "values"),
+    ),
+    _one(
+        "swizzle of the writer differs from the reader's",
+        *(LOADS, "(chunk ^ (row & 7)) * 16", "(chunk ^ (row & 3)) * 16"),
+        *(AMPERE, "values", "race"),
+    ),
+    Mutation(
+        "no swizzle on either side",
+        (
+            Edit(LOADS, "(chunk ^ (row & 7)) * 16", "chunk * 16"),
+            Edit(LOADS, "dst ^ ((i & 7) * 16)", "dst"),
+            Edit(LOOP, "(chunk ^ (row & 7)) * 16", "chunk * 16"),
+            Edit(LOOP, "^ (chunk % 8 * 16)", "+ (chunk % 8 * 16)"),
+        ),
+        AMPERE,
+        ("conflicts",),
+    ),
+    _one(
+        "rows past m are read",
+        *(LOADS, "i < rows ? 16 : 0", "16"),
+        *(AMPERE, "bounds"),
+    ),
+    _one(
+        "depth past k is read",
+        *(LOADS, "depth_left_ > 0 ? rows_left_ : 0", "rows_left_"),
+        *(AMPERE_WIDE, "bounds"),
+        shape=(19, 72, 640),
+    ),
+    _one(
+        "last column block not clamped",
+        *(LOADS, ": p_.n_blocks - 1;", ": p_.n_blocks;"),
+        *(AMPERE, "bounds"),
+    ),
+    _one(
+        "second k64 half reads the first half's codes",
+        *(LOOP, "unit % 2 * (kBlockCodeBytes / 2) + atom", "atom"),
+        *(AMPERE, "values"),
+    ),
+    _one(
+        "scale of the wrong group",
+        *(LOOP, "group_of(step % 8 * 16) * Dequant::kGroupBytes", "0"),
+        *(AMPERE_G32, "values"),
+    ),
+    _one(
+        "wrong nibble",
+        *(
+            DEQUANT,
+            "const uint32_t t = rotate_right(w, 8);",
+            "const uint32_t t = rotate_right(w, 4);",
+        ),
+        *(AMPERE, "values"),
+    ),
+    _one(
+        "code bias of 4 instead of 8",
+        *(DEQUANT, "0x80208020u);  // * -2^-19", "0x80108010u);"),
+        *(AMPERE, "values"),
+    ),
+    _one(
+        "zero point of the other fragment row",
+        *(DEQUANT, "s.bias[1] = broadcast_high(e.zeros);", "s.bias[1] = broadcast_low(e.zeros);"),
+        *(AMPERE_ZEROS, "values"),
+    ),
+    _one(
+        "wrong nibble, bf16",
+        *(DEQUANT, "rotate_right(w, 12)", "rotate_right(w, 8)"),
+        *(AMPERE_BF16, "values"),
+    ),
+    _one(
+        "matrices of ldmatrix in the wrong order",
+        *(LOOP, "lane / 8 % 2;", "lane / 16 % 2;"),
+        *(AMPERE, "values"),
+    ),
+    _one(
+        "missing tail predicate on rows",
+        *(STORE, "row >= p.m || column >= p.n", "column >= p.n"),
+        *(AMPERE, "bounds"),
+    ),
+    _one(
+        "missing tail predicate on columns",
+        *(STORE, "if (column + i < p.n)", "if (true)"),
+        *(AMPERE, "bounds"),
+        shape=(5, 73, 256),
+        ldc=80,
+    ),
+    _one(
+        "column permutation of the epilogue wrong",
+        *(STORE, "2 * row - (row & 1)", "row"),
+        *(AMPERE, "values"),
+    ),
+    _one(
+        "partial sums announced before all are written",
+        *(
+            REDUCE,
+            "block_sync();\n    if (thread_index() == 0) st_release",
+            "if (thread_index() == 0) st_release",
+        ),
+        *(AMPERE, "race"),
+    ),
+    _one(
+        "flag lost",
+        *(REDUCE, "if (thread_index() == 0) st_release(p_.flags + block_index(), 1u);", ""),
+        *(AMPERE, "deadlock"),
+    ),
+    _one(
+        "flag not waited for",
+        *(REDUCE, "if (contributes(c)) wait_flag(p_.flags + c, 1u);", "{}"),
+        *(AMPERE, "race"),
+    ),
+    _one(
+        "flags left set",
+        *(REDUCE, "if (contributes(c)) st_release(p_.flags + c, 0u);", "{}"),
+        *(AMPERE, "output"),
+    ),
+)
+
+CONFIG, HKERNEL, PRODUCER = "hopper_config.cuh", "hopper_kernel.cuh", "hopper_producer.cuh"
+HLOOP, HREDUCE = "hopper_mainloop.cuh", "hopper_reduce.cuh"
+
+HOPPER_MUTATIONS = (
+    _one(
+        "fragments overwritten under a wgmma in flight",
+        *(HLOOP, "wgmma_wait<1>();", ""),
+        *(HOPPER, "race"),
+    ),
+    _one("wgmma_fence missing", *(HLOOP, "wgmma_fence();", ""), *(HOPPER, "wgmma")),
+    _one(
+        "stage released before its wgmma have finished",
+        *(
+            HLOOP,
+            "wgmma_commit();",
+            "wgmma_commit(); if (kQuad == kQuads - 1 && held_ < 0) release(stage);",
+        ),
+        *(HOPPER, "race", "mbarrier", "deadlock"),
+    ),
+    _one(
+        "next stage read without waiting for it",
+        *(HLOOP, "mbarrier_wait(C::full(base_, next.stage), next.phase);", ""),
+        *(HOPPER, "race"),
+    ),
+    _one(
+        "wrong k16 step in the descriptor",
+        *(HLOOP, "descriptor + 2 * (", "descriptor + ("),
+        *(HOPPER, "values"),
+    ),
+    _one(
+        "stage overwritten before it is free",
+        *(PRODUCER, "mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);", ""),
+        *(HOPPER, "race", "mbarrier"),
+    ),
+    _one(
+        "wrong parity",
+        *(PRODUCER, "ring.phase ^ 1", "ring.phase"),
+        *(HOPPER, "deadlock"),
+    ),
+    _one(
+        "expected bytes of one block forgotten",
+        *(
+            PRODUCER,
+            "mbarrier_arrive_expect(full, C::kColumnBlocks *",
+            "mbarrier_arrive_expect(full, (C::kColumnBlocks - 1) *",
+        ),
+        *(HOPPER, "deadlock", "mbarrier", "race"),
+    ),
+    _one(
+        "row coordinate of the activations off by one",
+        *(
+            PRODUCER,
+            "tile_index(p, s.tile).m * C::kMTile;",
+            "tile_index(p, s.tile).m * C::kMTile + 1;",
+        ),
+        *(HOPPER, "values"),
+    ),
+    _one(
+        "weight column past the edge",
+        *(PRODUCER, ": p.n_blocks - 1;", ": first_block + i;"),
+        *(HOPPER, "bounds"),
+    ),
+    _one(
+        "activations read before the previous kernel has ended",
+        *(
+            PRODUCER,
+            "smem_addr_t base, Loop loop) {\n  wait_for_previous_grid();",
+            "smem_addr_t base, Loop loop) {",
+        ),
+        *(HOPPER, "race"),
+    ),
+    _one(
+        "barriers used before their initialisation is published",
+        *(HKERNEL, "mbarrier_init_fence();", ""),
+        *(HOPPER, "mbarrier"),
+    ),
+    _one(
+        "one arrival too many expected",
+        *(HKERNEL, "4 * C::kWarpgroupsN)", "4 * C::kWarpgroupsN + 1)"),
+        *(HOPPER, "deadlock"),
+    ),
+    _one(
+        "k groups: sums read before they are stored",
+        *(HREDUCE, "named_barrier_sync(kBarrierStored, C::kConsumerThreads);", ""),
+        *(HOPPER_GROUPS, "race"),
+    ),
+    _one(
+        "k groups: buffer of the tile before overwritten",
+        *(HREDUCE, "if (reused) named_barrier_sync", "if (false) named_barrier_sync"),
+        *(HOPPER_GROUPS, "race"),
+    ),
+    _one(
+        "stream-K: flag raised before all warps have stored",
+        *(
+            HREDUCE,
+            "named_barrier_sync(barrier, 128);\n    if (thread == 0) st_release",
+            "if (thread == 0) st_release",
+        ),
+        *(HOPPER_STREAM, "race"),
+    ),
+    _one(
+        "stream-K: flag lost",
+        *(
+            HREDUCE,
+            "if (thread == 0) st_release(p.flags + cta * C::kWarpgroupsN + group_n, 1u);",
+            "",
+        ),
+        *(HOPPER_STREAM, "deadlock"),
+    ),
+    _one(
+        "stream-K: one contributor forgotten",
+        *(
+            HREDUCE,
+            "for (int c = cta + 1; c < last; ++c) {",
+            "for (int c = cta + 2; c < last; ++c) {",
+        ),
+        *(HOPPER_STREAM, "values"),
+    ),
+    _one(
+        "cluster: sums sent before the peer has its barriers",
+        *(HREDUCE, "cluster_wait_unaligned();  // every CTA", "// every CTA"),
+        *(HOPPER_SPLIT, "race", "mbarrier"),
+    ),
+    _one(
+        "cluster: received sums read without waiting",
+        *(HREDUCE, "mbarrier_wait_cluster(C::received(base, group_n), 0);", ""),
+        *(HOPPER_SPLIT, "race", "bounds"),
+    ),
+    _one(
+        "cluster: bytes of the peer miscounted",
+        *(
+            HREDUCE,
+            "* owned_chunks<C>(rank) * kChunkBytes;",
+            "* owned_chunks<C>(rank) * kChunkBytes + 16;",
+        ),
+        *(HOPPER_SPLIT, "deadlock"),
+    ),
+)
+
+MUTATIONS = AMPERE_MUTATIONS + HOPPER_MUTATIONS
+
+
+def table() -> str:
+    """Markdown rows: fault, kernel, what catches it."""
+    rows = ["| planted fault | kernel | caught by |", "|---|---|---|"]
+    for mutation in MUTATIONS:
+        family, dp = mutation.variant.split("_")[1], mutation.variant.split("_")[-2]
+        rows.append(f"| {mutation.name} | {family} {dp} | {' or '.join(mutation.caught_by)} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())
