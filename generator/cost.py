@@ -19,6 +19,7 @@ from generator.variant import Variant
 LAUNCH_US = 2.0
 FILL_US = 1.3
 STREAM_K_FIX_UP_US = 1.4  # partial tile through L2: 1.2-1.5 us in the loop, 1-1.3 us at the end
+HYBRID_FIX_UP_US = 0.5
 CLUSTER_FIX_UP_US = 0.3  # a reduction through distributed shared memory
 K_GROUP_FIX_UP_US = 0.3
 TILE_US = 0.5  # epilogue and restart of a tile that nothing overlaps
@@ -90,7 +91,7 @@ def _busiest_steps(variant: Variant, schedule: Schedule, gpu: Gpu) -> tuple[floa
     """(pipeline stages that the busiest SM works through, tiles per CTA)."""
     slots = gpu.sms * variant.ctas_per_sm
     units = schedule.tiles * schedule.k_steps
-    if variant.decomposition in ("striped", "stream_k"):
+    if variant.decomposition in ("striped", "stream_k", "hybrid"):
         return ceil_div(units, min(units, slots)) * _ctas_on_busiest(
             schedule.grid, gpu, variant
         ), units / slots
@@ -155,5 +156,7 @@ def _fix_up_us(v: Variant, schedule: Schedule, waves: float) -> float:
         return max(1.0, waves / schedule.k_steps) * (TILE_US + k_groups) + (
             0.0 if aligned else STREAM_K_FIX_UP_US
         )
+    if v.decomposition == "hybrid":  # shares are added while whole blocks run
+        return max(1.0, waves / schedule.k_steps) * TILE_US + HYBRID_FIX_UP_US
     split = CLUSTER_FIX_UP_US if v.cluster > 1 else STREAM_K_FIX_UP_US if v.split > 1 else 0.0
     return waves * (TILE_US + k_groups + split)

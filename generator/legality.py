@@ -98,6 +98,7 @@ def _fields(v: Variant, arch: Arch) -> Iterator[str]:
         "stages": range(MIN_STAGES, MAX_STAGES + 1),
         "decomposition": tuple(DECOMPOSITIONS),
         "ctas_per_sm": (1, 2, 3, 4),
+        "multicast": (1, 2, 4),
     }
     for field, values in allowed.items():
         if getattr(v, field) not in values:
@@ -112,7 +113,7 @@ def _fields(v: Variant, arch: Arch) -> Iterator[str]:
 def _decomposition(v: Variant, arch: Arch) -> Iterator[str]:
     allowed = {
         "ampere": ("data_parallel", "striped", "split_k"),
-        "hopper": ("data_parallel", "stream_k", "split_k"),
+        "hopper": ("data_parallel", "stream_k", "split_k", "hybrid"),
     }[v.family]
     if v.decomposition not in allowed:
         yield f"decomposition={v.decomposition} is not one of {', '.join(allowed)} ({v.family})"
@@ -122,6 +123,15 @@ def _decomposition(v: Variant, arch: Arch) -> Iterator[str]:
             yield f"split={v.split} is not one of {', '.join(map(str, splits))}"
     elif v.split != 1:
         yield f"split={v.split} needs decomposition=split_k"
+    if v.multicast > 1:
+        yield from _multicast(v)
+
+
+def _multicast(v: Variant) -> Iterator[str]:
+    if v.family != "hopper" or v.decomposition not in ("data_parallel", "hybrid"):
+        yield f"multicast={v.multicast} needs family=hopper and data_parallel or hybrid"
+    if v.k_sm // 64 % v.multicast:
+        yield f"k_sm={v.k_sm} does not divide by 64 x multicast={v.multicast}"
 
 
 def _tile(v: Variant, arch: Arch) -> Iterator[str]:
@@ -152,6 +162,8 @@ def _hopper_tile(v: Variant) -> Iterator[str]:
         yield f"n_sm={v.n_sm} is not a multiple of 64 rows of wgmma x warps_n={v.warps_n}"
     if v.warps_n * v.warps_k > 4:
         yield f"warps_n * warps_k = {v.warps_n * v.warps_k} consumer warpgroups; at most 4"
+    if v.decomposition == "hybrid" and (v.n_sm != 64 * v.warps_n or v.warps_k != 1):
+        yield f"hybrid needs one 64-column block per warpgroup: n_sm={v.n_sm}, warps_n={v.warps_n}"
     if v.stages % v.warps_k:
         yield (
             f"stages={v.stages} is not a multiple of warps_k={v.warps_k}: "

@@ -72,8 +72,14 @@ def render(variant: Variant) -> str:
         family=FAMILY_SOURCE[variant.family],
         element=cutlass_types.element_tag(variant),
         decomposition=DECOMPOSITION_TAG[variant.decomposition],
+        more_arguments=_more_arguments(variant),
         cutlass_name=cutlass_types.procedural_name(variant),
     )
+
+
+def _more_arguments(variant: Variant) -> str:
+    """Template arguments that only the configuration of some families has."""
+    return f",\n    /*kMulticast=*/{variant.multicast}" if variant.family == "hopper" else ""
 
 
 def write_if_changed(path: Path, text: str) -> bool:

@@ -22,11 +22,28 @@ RASTER = 8
 
 
 @dataclass(frozen=True)
+class HybridPartition:
+    """Hybrid: whole 64-column blocks for every CTA, what is left cut along k (tile_order.cuh)."""
+
+    n_blocks: int
+    slots: int  # blocks a CTA works on side by side
+    full_passes: int  # passes in which every slot of every CTA holds a whole block
+    whole_blocks: int  # whole blocks of a CTA in the pass behind them
+    left_over: int  # blocks cut along k in that pass
+    share_each: int  # k steps of a cluster's share; the first `share_more` take one more
+    share_more: int
+
+    @property
+    def passes_per_row(self) -> int:
+        return self.full_passes + (self.whole_blocks + self.left_over > 0)
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Launch-time numbers; grid == 0 means that there is nothing to launch."""
 
     m_tiles: int
-    n_tiles: int
+    n_tiles: int  # as wide as a cluster that shares activations
     k_steps: int
     raster: int
     grid: int
@@ -35,6 +52,8 @@ class Schedule:
     flags: int  # uint32 words of workspace, zero before and after every launch
     decomposition: str
     split: int
+    multicast: int = 1
+    hybrid: HybridPartition | None = None
 
     @property
     def tiles(self) -> int:
@@ -43,7 +62,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of k steps of one tile, done by one CTA."""
+    """A run of k steps of one tile by one CTA; n_index counts n_sm columns, or 64 for hybrid."""
 
     m_index: int
     n_index: int
@@ -58,8 +77,9 @@ def make_schedule(problem: ProblemShape, variant: Variant, sms: int) -> Schedule
     """
     if sms < 1:
         raise ValueError(f"sms={sms} is not positive")
+    columns = variant.n_sm // BLOCK_COLUMNS * variant.multicast
     m_tiles = ceil_div(problem.m, variant.m_tile)
-    n_tiles = ceil_div(problem.n_blocks, variant.n_sm // BLOCK_COLUMNS)
+    n_tiles = ceil_div(problem.n_blocks, columns)
     k_steps = ceil_div(problem.k_blocks * BLOCK_DEPTH, variant.k_sm)
     tiles = m_tiles * n_tiles
     if tiles * k_steps > MAX_UNITS:
@@ -67,7 +87,10 @@ def make_schedule(problem: ProblemShape, variant: Variant, sms: int) -> Schedule
             f"m={problem.m}: {tiles} tiles x {k_steps} k steps exceed {MAX_UNITS}; split the rows"
         )
     grid = _grid(variant, tiles, k_steps, sms * variant.ctas_per_sm)
-    partials, flags = _workspace(variant, grid, tiles)
+    hybrid = None
+    if variant.decomposition == "hybrid" and grid > 0:
+        hybrid = hybrid_partition(problem.n_blocks, k_steps, grid, variant)
+    partials, flags = _workspace(variant, grid, m_tiles, hybrid)
     return Schedule(
         m_tiles=m_tiles,
         n_tiles=n_tiles,
@@ -79,29 +102,48 @@ def make_schedule(problem: ProblemShape, variant: Variant, sms: int) -> Schedule
         flags=flags,
         decomposition=variant.decomposition,
         split=variant.split,
+        multicast=variant.multicast,
+        hybrid=hybrid,
     )
 
 
 def _grid(variant: Variant, tiles: int, k_steps: int, slots: int) -> int:
     if variant.decomposition == "split_k":
         return tiles * variant.split
+    clusters = max(1, slots // variant.multicast)
     if variant.decomposition == "data_parallel":
-        return min(tiles, slots)
-    return min(
-        tiles * k_steps, slots
-    )  # every CTA of the grid is resident: they wait for each other
+        return min(tiles, clusters) * variant.multicast
+    # Every CTA of the grid is resident: they wait for each other.
+    return min(tiles * k_steps, clusters) * variant.multicast
 
 
-def _workspace(variant: Variant, grid: int, tiles: int) -> tuple[int, int]:
-    """A CTA of contiguous ranges hands over at most one partial tile: the one its range begins
-    inside.
+def _workspace(
+    variant: Variant, grid: int, m_tiles: int, hybrid: HybridPartition | None
+) -> tuple[int, int]:
+    """(partials, flags). A CTA of contiguous ranges hands over at most one partial tile: the one
+    its range begins inside; a CTA of a hybrid grid at most one block in each pass.
     """
     tile_floats = variant.m_tile * variant.n_sm
     if variant.decomposition in ("striped", "stream_k"):
         return grid * tile_floats, grid * variant.warps_n
     if variant.decomposition == "split_k" and variant.cluster == 1:
         return grid * tile_floats, grid
+    if hybrid is not None:
+        shares = m_tiles * hybrid.passes_per_row * grid
+        return shares * variant.m_tile * BLOCK_COLUMNS, shares
     return 0, 0
+
+
+def hybrid_partition(n_blocks: int, k_steps: int, grid: int, variant: Variant) -> HybridPartition:
+    """Mirror of set_hybrid_partition in params.h."""
+    slots = variant.n_sm // BLOCK_COLUMNS
+    full_passes, rest = divmod(n_blocks, grid * slots)
+    whole_blocks, left_over = divmod(rest, grid)
+    units = ceil_div(left_over, variant.multicast) * k_steps
+    share_each, share_more = divmod(units, grid // variant.multicast)
+    return HybridPartition(
+        n_blocks, slots, full_passes, whole_blocks, left_over, share_each, share_more
+    )
 
 
 # ---- host mirror ---------------------------------------------------------------------------------
@@ -117,7 +159,9 @@ def tile_index(schedule: Schedule, tile: int) -> tuple[int, int]:
 
 
 def range_begin(total: int, cta: int, ctas: int) -> int:
-    return total * cta // ctas
+    """First unit of a CTA; the first `total % ctas` CTAs take one unit more than the others."""
+    each, more = divmod(total, ctas)
+    return each * cta + min(cta, more)
 
 
 def work(schedule: Schedule, cta: int) -> Iterator[Segment]:
@@ -125,10 +169,19 @@ def work(schedule: Schedule, cta: int) -> Iterator[Segment]:
     if schedule.decomposition == "split_k":
         yield from _split(schedule, cta)
     elif schedule.decomposition == "data_parallel":
-        for tile in range(cta, schedule.tiles, schedule.grid):
-            yield Segment(*tile_index(schedule, tile), 0, schedule.k_steps)
+        yield from _whole_tiles(schedule, cta)
+    elif schedule.hybrid is not None:
+        yield from _hybrid(schedule, schedule.hybrid, cta)
     else:
         yield from _ranges(schedule, cta)
+
+
+def _whole_tiles(schedule: Schedule, cta: int) -> Iterator[Segment]:
+    """CTAs of a cluster that share activations stand side by side along n."""
+    cluster, rank = divmod(cta, schedule.multicast)
+    for tile in range(cluster, schedule.tiles, schedule.grid // schedule.multicast):
+        m, n = tile_index(schedule, tile)
+        yield Segment(m, n * schedule.multicast + rank, 0, schedule.k_steps)
 
 
 def _split(schedule: Schedule, cta: int) -> Iterator[Segment]:
@@ -145,4 +198,27 @@ def _ranges(schedule: Schedule, cta: int) -> Iterator[Segment]:
         tile, k_begin = divmod(position, schedule.k_steps)
         k_end = min(schedule.k_steps, k_begin + end - position)
         yield Segment(*tile_index(schedule, tile), k_begin, k_end)
+        position += k_end - k_begin
+
+
+def _hybrid(schedule: Schedule, h: HybridPartition, cta: int) -> Iterator[Segment]:
+    for m in range(schedule.m_tiles):
+        for i in range(h.full_passes):
+            first = (i * schedule.grid + cta) * h.slots
+            yield from (Segment(m, first + s, 0, schedule.k_steps) for s in range(h.slots))
+        first = h.n_blocks - h.left_over - (schedule.grid - cta) * h.whole_blocks
+        yield from _shares(schedule, h, m, cta)  # before the whole blocks of the pass are done
+        yield from (Segment(m, first + s, 0, schedule.k_steps) for s in range(h.whole_blocks))
+
+
+def _shares(schedule: Schedule, h: HybridPartition, m: int, cta: int) -> Iterator[Segment]:
+    """A cluster's share of the left-over blocks: of at most two blocks for each of its CTAs."""
+    cluster, rank = divmod(cta, schedule.multicast)
+    position, end = (h.share_each * c + min(c, h.share_more) for c in (cluster, cluster + 1))
+    while position < end:
+        group, k_begin = divmod(position, schedule.k_steps)
+        k_end = min(schedule.k_steps, k_begin + end - position)
+        block = group * schedule.multicast + rank
+        if block < h.left_over:
+            yield Segment(m, h.n_blocks - h.left_over + block, k_begin, k_end)
         position += k_end - k_begin

@@ -25,8 +25,10 @@ _NUMBER = r"[1-9]\d*"
 _NAME = re.compile(
     r"w4a16_(?P<family>[a-z]+)_"
     r"(?:(?P<dtype>bf16|f16)(?P<zeros>z?)_g(?P<group>col|[1-9]\d*)_)?"
-    rf"m(?P<m_tile>{_NUMBER})_n(?P<n_sm>{_NUMBER})k(?P<k_sm>{_NUMBER})_w(?P<warps_n>{_NUMBER})x(?P<warps_k>{_NUMBER})_"
-    rf"p(?P<stages>{_NUMBER})_(?P<decomposition>dp|striped|streamk|hybrid|split(?P<split>{_NUMBER}))_c(?P<ctas>{_NUMBER})"
+    rf"m(?P<m_tile>{_NUMBER})_n(?P<n_sm>{_NUMBER})k(?P<k_sm>{_NUMBER})_"
+    rf"w(?P<warps_n>{_NUMBER})x(?P<warps_k>{_NUMBER})_p(?P<stages>{_NUMBER})_"
+    rf"(?P<decomposition>dp|striped|streamk|hybrid|split(?P<split>{_NUMBER}))_"
+    rf"c(?P<ctas>{_NUMBER})(?:_mc(?P<multicast>[2-9]|[1-9]\d+))?"
 )
 
 
@@ -34,8 +36,9 @@ def _geometry_suffix(g: Geometry | Variant) -> str:
     tag = DECOMPOSITIONS[g.decomposition]
     if g.decomposition == "split_k":
         tag += str(g.split)
+    multicast = f"_mc{g.multicast}" if g.multicast > 1 else ""
     tile = f"m{g.m_tile}_n{g.n_sm}k{g.k_sm}_w{g.warps_n}x{g.warps_k}"
-    return f"{tile}_p{g.stages}_{tag}_c{g.ctas_per_sm}"
+    return f"{tile}_p{g.stages}_{tag}_c{g.ctas_per_sm}{multicast}"
 
 
 def _parse(name: str, want_format: bool, what: str) -> re.Match:
@@ -58,6 +61,7 @@ def _geometry_fields(match: re.Match) -> dict:
         "decomposition": "split_k" if match["split"] else tags[match["decomposition"]],
         "split": int(match["split"] or 1),
         "ctas_per_sm": int(match["ctas"]),
+        "multicast": int(match["multicast"] or 1),
     }
 
 
@@ -81,6 +85,7 @@ class Geometry:
     decomposition: str
     split: int
     ctas_per_sm: int
+    multicast: int = 1  # hopper: CTAs of a cluster, side by side in N, that share activations
 
     @property
     def name(self) -> str:
@@ -113,6 +118,7 @@ class Variant:
     decomposition: str
     split: int
     ctas_per_sm: int
+    multicast: int = 1  # hopper: CTAs of a cluster, side by side in N, that share activations
 
     @property
     def name(self) -> str:
@@ -143,10 +149,12 @@ class Variant:
 
     @property
     def cluster(self) -> int:
-        """Blocks per cluster: on Hopper a split over k is one cluster that reduces in shared
-        memory.
+        """Blocks per cluster on Hopper: a split over k, which reduces in shared memory, or the
+        blocks that share activations.
         """
-        return self.split if self.family == "hopper" and self.decomposition == "split_k" else 1
+        if self.family != "hopper":
+            return 1
+        return self.split if self.decomposition == "split_k" else self.multicast
 
     @property
     def moves_registers(self) -> bool:
@@ -191,7 +199,8 @@ class Variant:
         # A chunk is 64 columns x 8 rows of one warpgroup: 2048 bytes of fp32. A CTA of a cluster
         # finishes its share of them.
         chunks = self.n_sm // BLOCK_COLUMNS // self.warps_n * self.m_tile // 8
-        return k_groups + (self.cluster - 1) * self.warps_n * ceil_div(chunks, self.cluster) * 2048
+        return k_groups + (self.split - 1) * self.warps_n * ceil_div(chunks, self.split) * 2048
 
     def _hopper_barrier_bytes(self) -> int:
-        return round_up(8 * (2 * self.stages + self.warps_n), HOPPER_ALIGNMENT)
+        shared_stages = self.stages if self.multicast > 1 else 0
+        return round_up(8 * (2 * self.stages + self.warps_n + shared_stages), HOPPER_ALIGNMENT)

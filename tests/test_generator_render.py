@@ -71,6 +71,7 @@ OTHER = {
     "decomposition": "split_k",
     "split": 2,
     "ctas_per_sm": 2,
+    "multicast": 2,
 }
 
 

@@ -16,6 +16,13 @@ from generator.schedule import MAX_UNITS, make_schedule, range_begin, work
 from generator.variant import Variant
 
 CASES = 3000
+OTHERS = (
+    "w4a16_ampere_f16_g128_m16_n128k128_w2x2_p4_split4_c1",
+    "w4a16_hopper_f16_g128_m16_n256k256_w4x1_p4_hybrid_c1",
+    "w4a16_hopper_f16_g128_m64_n128k128_w2x1_p4_hybrid_c1_mc2",
+    "w4a16_hopper_f16_g128_m64_n256k128_w4x1_p6_dp_c1_mc2",
+    "w4a16_hopper_f16_g128_m32_n128k256_w2x1_p4_dp_c1_mc4",
+)
 
 
 def _random_case(rng: random.Random, variants: list[Variant]):
@@ -29,9 +36,11 @@ def _random_case(rng: random.Random, variants: list[Variant]):
 
 def _variants() -> list[Variant]:
     found = [e.variant for a in ("sm_90a", "sm_86") for e in space.default_space(ARCHS[a])]
-    ampere = Variant.parse("w4a16_ampere_f16_g128_m16_n128k128_w2x2_p4_split4_c1")
-    assert legality.why_not(ampere, ARCHS["sm_80"]) is None
-    return [*found, ampere]
+    others = [Variant.parse(name) for name in OTHERS]
+    for v in others:
+        arch = ARCHS["sm_80" if v.family == "ampere" else "sm_90a"]
+        assert legality.why_not(v, arch) is None, v.name
+    return [*found, *others]
 
 
 def test_every_tile_and_k_step_exactly_once():
@@ -43,9 +52,16 @@ def test_every_tile_and_k_step_exactly_once():
         for cta in range(schedule.grid):
             for s in work(schedule, cta):
                 pieces[s.m_index, s.n_index].append((s.k_begin, s.k_end))
-        assert len(pieces) == schedule.tiles, (problem, variant.name, sms)
-        for (m, n), runs in pieces.items():
-            assert 0 <= m < schedule.m_tiles and 0 <= n < schedule.n_tiles
+        width = 64 if variant.decomposition == "hybrid" else variant.n_sm
+        tiles_of_c = {
+            (m, n) for m in range(schedule.m_tiles) for n in range(-(-problem.n // width))
+        }
+        assert tiles_of_c <= set(pieces), (problem, variant.name, sms)
+        # Beyond C only the last cluster of CTAs that share activations may reach.
+        assert all(n < schedule.n_tiles * max(1, variant.multicast) * 4 for _, n in pieces)
+        if variant.multicast == 1:
+            assert tiles_of_c == set(pieces)
+        for runs in pieces.values():
             position = 0
             for begin, end in sorted(runs):
                 assert begin == position, (problem, variant.name, sms)
@@ -59,7 +75,8 @@ def test_tiles_cover_the_problem_and_no_more():
         problem, v, sms = _random_case(rng, variants)
         s = make_schedule(problem, v, sms)
         assert (s.m_tiles - 1) * v.m_tile < problem.m <= s.m_tiles * v.m_tile
-        assert (s.n_tiles - 1) * v.n_sm < problem.n <= s.n_tiles * v.n_sm
+        width = v.n_sm * v.multicast
+        assert (s.n_tiles - 1) * width < problem.n <= s.n_tiles * width
         assert (s.k_steps - 1) * v.k_sm < problem.k <= s.k_steps * v.k_sm
 
 
@@ -91,6 +108,29 @@ def test_a_cta_hands_over_at_most_one_partial_and_first():
             assert owed in ([], [0])
         assert s.partials == s.grid * v.m_tile * v.n_sm
         assert s.flags >= s.grid
+
+
+def test_hybrid_ctas_hand_over_one_share_a_pass_before_they_wait():
+    v = Variant.parse("w4a16_hopper_f16_g128_m16_n256k256_w4x1_p4_hybrid_c1")
+    for n, k, m in ((28672, 4096, 16), (4096, 4096, 40), (8192, 28672, 8), (64, 4096, 1)):
+        s = make_schedule(ProblemShape(m, n, k), v, 132)
+        assert s.grid <= 132 and s.hybrid is not None
+        for cta in range(s.grid):
+            for row in range(s.m_tiles):
+                mine = [x for x in work(s, cta) if x.m_index == row]
+                cut = [x for x in mine if (x.k_begin, x.k_end) != (0, s.k_steps)]
+                assert len(cut) <= 2 and [x.k_begin > 0 for x in cut[1:]] in ([], [False])
+        shares = s.m_tiles * s.hybrid.passes_per_row * s.grid
+        assert (s.partials, s.flags) == (shares * v.m_tile * 64, shares)
+
+
+def test_hybrid_shares_are_balanced():
+    """28672 columns on 132 CTAs: 448 blocks are three each and 52 cut along k."""
+    v = Variant.parse("w4a16_hopper_f16_g128_m16_n256k256_w4x1_p4_hybrid_c1")
+    s = make_schedule(ProblemShape(16, 28672, 4096), v, 132)
+    assert (s.hybrid.full_passes, s.hybrid.whole_blocks, s.hybrid.left_over) == (0, 3, 52)
+    steps = {sum(x.k_end - x.k_begin for x in work(s, cta)) for cta in range(s.grid)}
+    assert max(steps) - min(steps) <= 1
 
 
 def test_no_rows_nothing_to_launch():

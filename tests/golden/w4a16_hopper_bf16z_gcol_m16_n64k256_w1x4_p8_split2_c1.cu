@@ -16,7 +16,8 @@ using Config = marlin_cutlass::HopperConfig<
     /*kStages=*/8,
     marlin_cutlass::Decomposition::kSplitK,
     /*kSplit=*/2,
-    /*kCtasPerSm=*/1>;
+    /*kCtasPerSm=*/1,
+    /*kMulticast=*/1>;
 
 // The launcher takes these numbers from the manifest.
 static_assert(Config::kThreads == 640, "threads: generator/variant.py and the kernel header disagree");

@@ -16,7 +16,8 @@ using Config = marlin_cutlass::HopperConfig<
     /*kStages=*/5,
     marlin_cutlass::Decomposition::kStreamK,
     /*kSplit=*/1,
-    /*kCtasPerSm=*/1>;
+    /*kCtasPerSm=*/1,
+    /*kMulticast=*/1>;
 
 // The launcher takes these numbers from the manifest.
 static_assert(Config::kThreads == 640, "threads: generator/variant.py and the kernel header disagree");
