@@ -2,11 +2,12 @@
 #pragma once
 #include "marlin_cutlass/dequant.cuh"
 #include "marlin_cutlass/params.h"
+#include "marlin_cutlass/tile_order.cuh"
 
 namespace marlin_cutlass {
 
 template <class Element_, int kGroupSize_, bool kZeros_, int kMTile_, int kNSm_, int kKSm_, int kWarpgroupsN_, int kWarpgroupsK_,
-          int kStages_, Decomposition kDecomposition_, int kSplit_, int kCtasPerSm_>
+          int kStages_, Decomposition kDecomposition_, int kSplit_, int kCtasPerSm_, int kMulticast_>
 struct HopperConfig {
   using Element = Element_;
   using Dequant = Dequantizer<Element_, kGroupSize_, kZeros_>;
@@ -14,6 +15,7 @@ struct HopperConfig {
   static constexpr int kWarpgroupsN = kWarpgroupsN_, kWarpgroupsK = kWarpgroupsK_, kStages = kStages_;
   static constexpr Decomposition kDecomposition = kDecomposition_;
   static constexpr int kSplit = kSplit_, kCtasPerSm = kCtasPerSm_;
+  static constexpr int kMulticast = kMulticast_;  // CTAs of a cluster, side by side along N, that load each activation once
   static constexpr bool kCluster = kDecomposition == Decomposition::kSplitK;
 
   static constexpr int kColumnBlocks = kNSm / kBlockColumns;             // packed blocks across the tile
@@ -50,19 +52,28 @@ struct HopperConfig {
   static constexpr int kReceiveBytes = kCluster ? (kSplit - 1) * kWarpgroupsN * kOwnedChunks * 2048 : 0;
   static constexpr int kReceiveOffset = kReduceOffset + kGroupReduceBytes;
   static constexpr int kBarrierOffset = kReceiveOffset + kReceiveBytes;
-  static constexpr int kBarrierBytes = (8 * (2 * kStages + kWarpgroupsN) + 127) / 128 * 128;
+  static constexpr int kBarrierBytes = (8 * (2 * kStages + kWarpgroupsN + (kMulticast > 1 ? kStages : 0)) + 127) / 128 * 128;
   static constexpr int kSharedBytes = kBarrierOffset + kBarrierBytes;
 
   static_assert(kColumnBlocks % kWarpgroupsN == 0, "a warpgroup takes whole 64-column blocks");
   static_assert(kKSm % kBlockDepth == 0, "a stage holds whole blocks");
   static_assert(kStages % kWarpgroupsK == 0, "every stage belongs to one k group of warpgroups");
   static_assert(kActivationBytes % 1024 == 0 && kMTile % 8 == 0 && kMTile <= 256, "m_tile must be a multiple of 8 up to 256");
+  static_assert(kMulticast == 1 || ((kDecomposition == Decomposition::kDataParallel || kDecomposition == Decomposition::kHybrid) &&
+                                    kKSm / 64 % kMulticast == 0), "multicast needs whole columns and an equal part of a stage per CTA");
   static_assert(kCluster || kSplit == 1, "only split_k uses a cluster");
   static_assert(kDecomposition != Decomposition::kHybrid || (kRowBlocks == 1 && kWarpgroupsK == 1), "hybrid: one block a warpgroup");
   static_assert(kDecomposition != Decomposition::kStriped, "the Hopper family calls contiguous ranges stream_k");
 
+  using Work = WorkLoop<kDecomposition, kSplit, kMulticast>;
+  using Hybrid = HybridSchedule<kColumnBlocks, kMulticast>;
+  // First column block of this CTA in column tile `n` of its cluster.
+  MC_DEVICE static int first_block(int n) { return (n * kMulticast + block_index() % kMulticast) * kColumnBlocks; }
+
   MC_DEVICE static smem_addr_t full(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * stage; }
   MC_DEVICE static smem_addr_t empty(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * (kStages + stage); }
+  // Multicast: the stage is free in every CTA of the cluster.
+  MC_DEVICE static smem_addr_t cluster_empty(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * (2 * kStages + kWarpgroupsN + stage); }
   MC_DEVICE static smem_addr_t received(smem_addr_t base, int warpgroup) { return base + kBarrierOffset + 8 * (2 * kStages + warpgroup); }
 };
 

@@ -19,10 +19,12 @@ template <class C> MC_DEVICE void setup_barriers(smem_addr_t base, uint32_t rank
       mbarrier_init(C::empty(base, s), 4 * C::kWarpgroupsN);    // the warps of one k group
     }
     for (int w = 0; w < C::kWarpgroupsN; ++w) mbarrier_init(C::received(base, w), 1);
+    if constexpr (C::kMulticast > 1)
+      for (int s = 0; s < C::kStages; ++s) mbarrier_init(C::cluster_empty(base, s), C::kMulticast);
     mbarrier_init_fence();
     if constexpr (C::kCluster) arm_receive_barriers<C>(base, rank);
   }
-  if constexpr (C::kCluster) cluster_arrive();
+  if constexpr (C::kCluster || C::kMulticast > 1) cluster_arrive();
   block_sync();
 }
 
@@ -56,7 +58,7 @@ template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_
   bool reused = false;
   Segment s;
   while (work.next(s)) {
-    const int steps = s.k_end - s.k_begin, first_block = tile_index(p, s.tile).n * C::kColumnBlocks;
+    const int steps = s.k_end - s.k_begin, first_block = C::first_block(tile_index(p, s.tile).n);
     ColumnFactors factors[C::kRowBlocks];
 #pragma unroll
     for (int r = 0; r < C::kRowBlocks; ++r) factors[r] = load_column_scales(p, atom_column<C>(first_block, group_n, r), lane_index());
@@ -74,26 +76,26 @@ template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_
     const TileIndex t = tile_index(p, s.tile);
 #pragma unroll
     for (int r = 0; r < C::kRowBlocks; ++r)
-      store_rows<C>(p, loop, factors[r], r, t.m * C::kMTile, atom_column<C>(t.n * C::kColumnBlocks, group_n, r), rank);
+      store_rows<C>(p, loop, factors[r], r, t.m * C::kMTile, atom_column<C>(C::first_block(t.n), group_n, r), rank);
   }
 }
 
 // Item 0 or 1 of a warpgroup in a pass: its whole block, or its shares in the order of the sweep. Empty: k_begin == k_end.
 template <class C> MC_DEVICE Segment hybrid_item(const GemmParams& p, int index, int item) {
   const int slot = warp_index() >> 2;
-  const HybridPass pass = HybridSchedule<C::kColumnBlocks>{p}.pass(block_index(), index);
+  const HybridPass pass = typename C::Hybrid{p}.pass(block_index(), index);
   if (slot < pass.whole) return {pass.first_block + slot, 0, item == 0 ? p.k_steps : 0};
   if (slot > pass.whole) return {0, 0, 0};
-  return item == 0 ? Segment{pass.shared, pass.start, pass.start + pass.length0} : Segment{pass.shared + 1, 0, pass.length1};
+  return item == 0 ? Segment{pass.shared, pass.start, pass.start + pass.length0} : Segment{pass.shared + C::kMulticast, 0, pass.length1};
 }
 
 template <class C> MC_DEVICE void consume_hybrid(const GemmParams& p, smem_addr_t base) {
   wait_for_previous_grid();
   HopperMainloop<C> loop(base, warp_index() >> 2, 0);
-  const int passes = HybridSchedule<C::kColumnBlocks>{p}.passes();
+  const int passes = typename C::Hybrid{p}.passes();
 #pragma unroll 1
   for (int index = 0; index < passes; ++index) {
-    int left = HybridSchedule<C::kColumnBlocks>{p}.pass(block_index(), index).steps;
+    int left = typename C::Hybrid{p}.pass(block_index(), index).steps;
 #pragma unroll 1
     for (int item = 0; item < 2; ++item) {
       Segment s = hybrid_item<C>(p, index, item);
@@ -104,7 +106,7 @@ template <class C> MC_DEVICE void consume_hybrid(const GemmParams& p, smem_addr_
       forget(index);  // computed again rather than kept in registers, or spilled, through the main loop
       s = hybrid_item<C>(p, index, item);
       if (reduce_shares<C>(p, loop.acc, s, index))
-        store_rows<C>(p, loop, factors, 0, HybridSchedule<C::kColumnBlocks>{p}.pass(block_index(), index).m * C::kMTile,
+        store_rows<C>(p, loop, factors, 0, typename C::Hybrid{p}.pass(block_index(), index).m * C::kMTile,
                       atom_column<C>(s.tile, 0, 0), 0);
     }
     loop.skip(left);
@@ -121,7 +123,7 @@ template <class C> MC_DEVICE void hopper_gemm(const TensorMap& map_a, const Gemm
   if (thread_index() == C::kConsumerThreads + 32) tensor_map_prefetch(&map_a);
   setup_barriers<C>(base, rank);
   constexpr bool kHybrid = C::kDecomposition == Decomposition::kHybrid;
-  const WorkLoop<C::kDecomposition, C::kSplit> work(p, block_index(), static_cast<int>(rank));
+  const typename C::Work work(p, block_index(), static_cast<int>(rank));
   if (warp >= C::kConsumerThreads / 32) {
     if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
     if (warp == C::kConsumerThreads / 32) {
@@ -130,15 +132,17 @@ template <class C> MC_DEVICE void hopper_gemm(const TensorMap& map_a, const Gemm
         else produce_weights<C>(p, base, work);
       }
     } else if (warp == C::kConsumerThreads / 32 + 1) {
+      if constexpr (C::kMulticast > 1) cluster_wait_unaligned();  // the other CTAs' barriers exist
       if (elect_one()) {
         if constexpr (kHybrid) produce_activations_hybrid<C>(p, map_a, base);
         else produce_activations<C>(p, map_a, base, work);
       }
     }
     warp_sync();
-    if constexpr (C::kCluster) cluster_wait_unaligned();
+    if (C::kCluster || (C::kMulticast > 1 && warp != C::kConsumerThreads / 32 + 1)) cluster_wait_unaligned();
   } else {
     if constexpr (C::kMoveRegisters) registers_increase<C::kConsumerRegisters>();
+    if constexpr (C::kMulticast > 1) cluster_wait();
     if constexpr (kHybrid) consume_hybrid<C>(p, base);
     else consume<C>(p, base, work, rank);
   }

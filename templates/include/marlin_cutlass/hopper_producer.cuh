@@ -15,7 +15,7 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
   int issued = 0;
   Segment s;
   while (loop.next(s)) {
-    const int first_block = tile_index(p, s.tile).n * C::kColumnBlocks;
+    const int first_block = C::first_block(tile_index(p, s.tile).n);
     for (int step = s.k_begin; step < s.k_end; ++step) {
       if (issued++ == C::kStages) wait_for_previous_grid();
       mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
@@ -33,6 +33,28 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
   }
 }
 
+// One stage of activations. In a cluster every CTA loads its part of the stage for all of them, once the stage is free in all.
+template <class C>
+MC_DEVICE void load_activations(const TensorMap& map_a, smem_addr_t base, const RingPosition<C::kStages>& ring, int row, int step) {
+  const smem_addr_t full = C::full(base, ring.stage), stage = base + ring.stage * C::kActivationBytes;
+  mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
+  if constexpr (C::kMulticast == 1) {
+    mbarrier_arrive_expect(full, C::kActivationBytes);
+    // Rows and depth outside A arrive as zeros and count their bytes.
+    tensor_load_3d(stage, &map_a, 0, row, step * (C::kKSm / 64), full);
+  } else {
+    constexpr int kParts = C::kMulticast;
+    const smem_addr_t free = C::cluster_empty(base, ring.stage);
+    const uint32_t rank = cluster_rank();
+#pragma unroll
+    for (int r = 0; r < kParts; ++r) mbarrier_arrive_remote(free, r);
+    mbarrier_wait(free, ring.phase);
+    mbarrier_arrive_expect(full, C::kActivationBytes);
+    tensor_load_3d_multicast(stage + rank * (C::kActivationBytes / kParts), &map_a, 0, row,
+                             step * (C::kKSm / 64) + rank * (C::kKSm / 64 / kParts), full, (1 << kParts) - 1);
+  }
+}
+
 template <class C, class Loop>
 MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, Loop loop) {
   wait_for_previous_grid();
@@ -41,11 +63,7 @@ MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, 
   while (loop.next(s)) {
     const int row = tile_index(p, s.tile).m * C::kMTile;
     for (int step = s.k_begin; step < s.k_end; ++step) {
-      mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
-      const smem_addr_t full = C::full(base, ring.stage);
-      mbarrier_arrive_expect(full, C::kActivationBytes);
-      // Rows and depth outside A arrive as zeros and count their bytes.
-      tensor_load_3d(base + ring.stage * C::kActivationBytes, &map_a, 0, row, step * (C::kKSm / 64), full);
+      load_activations<C>(map_a, base, ring, row, step);
       ring.advance();
     }
   }
@@ -64,8 +82,8 @@ template <class C> MC_DEVICE void produce_weights_hybrid(const GemmParams& p, sm
   RingPosition<C::kStages> ring;
   int issued = 0;
 #pragma unroll 1
-  for (int index = 0; index < HybridSchedule<C::kColumnBlocks>{p}.passes(); ++index) {
-    const HybridPass pass = HybridSchedule<C::kColumnBlocks>{p}.pass(block_index(), index);
+  for (int index = 0; index < typename C::Hybrid{p}.passes(); ++index) {
+    const HybridPass pass = typename C::Hybrid{p}.pass(block_index(), index);
     int step = pass.start;
 #pragma unroll 1
     for (int j = 0; j < pass.steps; ++j) {
@@ -78,7 +96,8 @@ template <class C> MC_DEVICE void produce_weights_hybrid(const GemmParams& p, sm
       smem_addr_t dst = base + C::kWeightOffset + ring.stage * C::kWeightBytes;
 #pragma unroll 1
       for (int i = 0; i < blocks; ++i, dst += C::kBlockRowBytes) {
-        const int block = i < pass.whole ? pass.first_block + i : pass.shared + (j >= pass.length0);
+        int block = i < pass.whole ? pass.first_block + i : pass.shared + (j >= pass.length0 ? C::kMulticast : 0);
+        if (C::kMulticast > 1 && block >= p.n_blocks) block = p.n_blocks - 1;  // an odd block out: read, never stored
         bulk_load(dst, block_source<C>(p, block, step), C::kBlockRowBytes, full, policy);
       }
       if (++step == p.k_steps) step = 0;
@@ -91,15 +110,12 @@ template <class C> MC_DEVICE void produce_activations_hybrid(const GemmParams& p
   wait_for_previous_grid();
   RingPosition<C::kStages> ring;
 #pragma unroll 1
-  for (int index = 0; index < HybridSchedule<C::kColumnBlocks>{p}.passes(); ++index) {
-    const HybridPass pass = HybridSchedule<C::kColumnBlocks>{p}.pass(block_index(), index);
+  for (int index = 0; index < typename C::Hybrid{p}.passes(); ++index) {
+    const HybridPass pass = typename C::Hybrid{p}.pass(block_index(), index);
     int step = pass.start;
 #pragma unroll 1
     for (int j = 0; j < pass.steps; ++j) {
-      mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
-      const smem_addr_t full = C::full(base, ring.stage);
-      mbarrier_arrive_expect(full, C::kActivationBytes);
-      tensor_load_3d(base + ring.stage * C::kActivationBytes, &map_a, 0, pass.m * C::kMTile, step * (C::kKSm / 64), full);
+      load_activations<C>(map_a, base, ring, pass.m * C::kMTile, step);
       if (++step == p.k_steps) step = 0;
       ring.advance();
     }

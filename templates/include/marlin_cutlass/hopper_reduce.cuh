@@ -139,12 +139,12 @@ template <class C> MC_DEVICE bool reduce_shares(const GemmParams& p, Accumulator
     if (thread == 0) st_release(p.flags + first_slot + cta, 1u);
     return false;
   }
-  const int last = HybridSchedule<C::kColumnBlocks>{p}.end_of_sharers(s.tile, cta);
-  for (int c = cta + 1 + thread; c < last; c += 128) wait_flag(p.flags + first_slot + c, 1u);
+  const int last = typename C::Hybrid{p}.end_of_sharers(s.tile, cta);
+  for (int c = cta + (1 + thread) * C::kMulticast; c < last; c += 128 * C::kMulticast) wait_flag(p.flags + first_slot + c, 1u);
   named_barrier_sync(kBarrier, 128);
-  for (int c = cta + 1 + thread; c < last; c += 128) st_release(p.flags + first_slot + c, 0u);
+  for (int c = cta + (1 + thread) * C::kMulticast; c < last; c += 128 * C::kMulticast) st_release(p.flags + first_slot + c, 0u);
 #pragma unroll 1
-  for (int c = cta + 1; c < last; ++c) {
+  for (int c = cta + C::kMulticast; c < last; c += C::kMulticast) {
     const float* in = slot(c);
 #pragma unroll
     for (int i = 0; i < C::kChunks; ++i) add_to(chunk_of<C>(acc, i), ld_global_cg_f32x4(in + i * 512));

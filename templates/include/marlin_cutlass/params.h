@@ -17,7 +17,7 @@ struct GemmParams {
   int32_t m, n, k;          // logical sizes
   int32_t n_blocks;         // ceil(n / 64)
   int32_t k_blocks;         // ceil(k / 128)
-  int32_t m_tiles, n_tiles; // tiles of C
+  int32_t m_tiles, n_tiles; // tiles of C (n: as wide as a cluster that shares activations)
   int32_t k_steps;          // pipeline stages that cover k
   int32_t raster;           // m-tiles per group of the tile order, >= 1
   int32_t vector_store;     // 1 if C takes aligned 8-byte stores
@@ -25,18 +25,20 @@ struct GemmParams {
   int32_t full_passes;      // passes in which every block slot of every CTA holds a whole column block
   int32_t whole_blocks;     // whole blocks of a CTA in the pass behind them
   int32_t left_over;        // blocks cut along k in that pass
-  int32_t share_each;       // k steps of a CTA's share; the first share_more CTAs take one more
+  int32_t share_each;       // k steps of a cluster's share; the first share_more clusters take one more
   int32_t share_more;
 };
 
-// Cuts n_blocks columns and k_steps over `grid` CTAs of `slots` block slots each.
-inline void set_hybrid_partition(GemmParams& p, int slots, int grid) {
+// Cuts n_blocks columns and k_steps over `grid` CTAs of `slots` block slots each. CTAs of a cluster that share activations (`multicast` of them)
+// take equal k ranges of neighbouring left-over blocks.
+inline void set_hybrid_partition(GemmParams& p, int slots, int grid, int multicast) {
   p.full_passes = p.n_blocks / (grid * slots);
   const int rest = p.n_blocks - p.full_passes * grid * slots;
   p.whole_blocks = rest / grid;
   p.left_over = rest - p.whole_blocks * grid;
-  p.share_each = p.left_over * p.k_steps / grid;
-  p.share_more = p.left_over * p.k_steps - p.share_each * grid;
+  const int units = (p.left_over + multicast - 1) / multicast * p.k_steps, clusters = grid / multicast;
+  p.share_each = units / clusters;
+  p.share_more = units - p.share_each * clusters;
 }
 
 constexpr int kBlockColumns = 64;     // columns of a packed block

@@ -28,7 +28,7 @@ MC_DEVICE int range_begin(int total, int cta, int ctas) {
 }
 
 // The segments of this CTA, in order.
-template <Decomposition kDecomposition, int kSplit> struct WorkLoop {
+template <Decomposition kDecomposition, int kSplit, int kMulticast = 1> struct WorkLoop {
   MC_DEVICE WorkLoop(const GemmParams& p, int cta, int rank) : k_steps_(p.k_steps) {
     const int tiles = p.m_tiles * p.n_tiles;
     if constexpr (kRanges) {
@@ -40,7 +40,7 @@ template <Decomposition kDecomposition, int kSplit> struct WorkLoop {
       k_begin_ = k_steps_ * rank / kSplit;
       k_end_ = k_steps_ * (rank + 1) / kSplit;
     } else {
-      position_ = cta;
+      position_ = cta / kMulticast;
       end_ = tiles;
     }
   }
@@ -56,7 +56,7 @@ template <Decomposition kDecomposition, int kSplit> struct WorkLoop {
       s = {position_++, k_begin_, k_end_};
     } else {
       s = {position_, 0, k_steps_};
-      position_ += grid_size();
+      position_ += grid_size() / kMulticast;
     }
     return true;
   }
@@ -77,11 +77,11 @@ struct HybridPass {
   int steps;         // k steps of the sweep: all, or the share alone where there is no whole block
   int start;         // k step at which the sweep starts
   int shared;        // share: the first `length0` steps of the sweep are of block `shared`, up to its end at most; the next
-  int length0, length1;  // `length1` steps, which start at k step 0, of block `shared + 1`
+  int length0, length1;  // `length1` steps, which start at k step 0, of block `shared + kMulticast`
 };
 
 // Holds nothing: a pass is computed again from its index wherever it is needed, so that no register is kept for it in the main loop.
-template <int kSlots> struct HybridSchedule {
+template <int kSlots, int kMulticast> struct HybridSchedule {
   const GemmParams& p;
 
   MC_DEVICE int passes() const { return p.m_tiles * passes_per_row(); }
@@ -94,26 +94,27 @@ template <int kSlots> struct HybridSchedule {
     if (i < p.full_passes) return {m, (i * grid_size() + cta) * kSlots, kSlots, p.k_steps, 0, 0, 0, 0};
     HybridPass pass{m, p.n_blocks - p.left_over - (grid_size() - cta) * p.whole_blocks, p.whole_blocks, p.k_steps, 0, 0, 0, 0};
     if (p.left_over == 0) return pass;
-    const int begin = share_begin(cta), end = share_begin(cta + 1), block = begin / p.k_steps, block_end = (block + 1) * p.k_steps;
-    pass.shared = p.n_blocks - p.left_over + block;
+    const int cluster = cta / kMulticast, begin = share_begin(cluster), end = share_begin(cluster + 1);
+    const int block = begin / p.k_steps, block_end = (block + 1) * p.k_steps;
+    pass.shared = p.n_blocks - p.left_over + block * kMulticast + cta % kMulticast;
     pass.start = begin - block * p.k_steps;
     pass.length0 = (end < block_end ? end : block_end) - begin;
     pass.length1 = end > block_end ? end - block_end : 0;
     if (pass.whole == 0) pass.steps = end - begin;
     return pass;
   }
-  // First CTA behind `cta` whose share lies wholly behind left-over block `block` (index in C).
+  // First CTA behind `cta` whose share lies wholly behind left-over block `block` (index in C). Sharers of a block are kMulticast CTAs apart.
   MC_DEVICE int end_of_sharers(int block, int cta) const {
-    const int block_end = (block - (p.n_blocks - p.left_over) + 1) * p.k_steps;
-    int last = cta + 1;
-    while (last < grid_size() && share_begin(last) < block_end) ++last;
+    const int block_end = ((block - (p.n_blocks - p.left_over)) / kMulticast + 1) * p.k_steps;
+    int last = cta + kMulticast;
+    while (last < grid_size() && share_begin(last / kMulticast) < block_end) last += kMulticast;
     return last;
   }
 
  private:
   MC_DEVICE int passes_per_row() const { return p.full_passes + (p.whole_blocks + p.left_over > 0); }
-  // First unit of CTA `cta` among the k steps of the left-over blocks.
-  MC_DEVICE int share_begin(int cta) const { return p.share_each * cta + (cta < p.share_more ? cta : p.share_more); }
+  // First unit of cluster `c` among the k steps of the left-over blocks.
+  MC_DEVICE int share_begin(int c) const { return p.share_each * c + (c < p.share_more ? c : p.share_more); }
 };
 
 }  // namespace marlin_cutlass
