@@ -20,12 +20,17 @@ from .layout import BLOCK_COLUMNS, BLOCK_DEPTH, LAYOUT_VERSION, ceil_div, stored
 MANIFEST_FORMAT = 1
 FAMILIES = ("ampere", "hopper")
 DTYPES = ("f16", "bf16")
-DECOMPOSITIONS = ("data_parallel", "striped", "split_k", "stream_k")
+DECOMPOSITIONS = ("data_parallel", "striped", "split_k", "stream_k", "hybrid")
 GROUPS = (32, 64, 128, -1)
 OPEN = 2**31 - 1  # upper bound of a range that the manifest leaves open
 RASTER = 8  # row tiles that are neighbours in the order of tiles, as in the launcher
 INVARIANT_ROWS = 64  # batch-invariant calls take the largest row tile up to this
-_DECOMPOSITION_TAGS = {"data_parallel": "dp", "striped": "striped", "stream_k": "streamk"}
+_DECOMPOSITION_TAGS = {
+    "data_parallel": "dp",
+    "striped": "striped",
+    "stream_k": "streamk",
+    "hybrid": "hybrid",
+}
 _TEXT_FIELDS = ("name", "family", "dtype", "decomposition", "file", "sha256")
 _NUMBER_FIELDS = (
     "group_size",
@@ -66,6 +71,7 @@ class Kernel:
     cluster: int
     file: str
     sha256: str
+    multicast: int = 1
 
     @property
     def geometry(self) -> str:
@@ -98,6 +104,7 @@ class Kernel:
             DECOMPOSITIONS.index(self.decomposition),
             self.split,
             self.ctas_per_sm,
+            self.multicast,
             self.threads,
             self.shared_bytes,
             self.cluster,
@@ -258,15 +265,18 @@ def kernel_name(fields: dict[str, Any]) -> str:
         f"_w{fields['warps_n']}x{fields['warps_k']}_p{fields['stages']}_{tag}"
         f"_c{fields['ctas_per_sm']}"
     )
+    if fields.get("multicast", 1) > 1:
+        geometry += f"_mc{fields['multicast']}"
     return with_format(geometry, fields["dtype"], fields["zeros"], fields["group_size"])
 
 
 def schedule(kernel: Kernel, m: int, n: int, k: int, sms: int) -> Schedule:
     """Launch-time numbers of one multiply on a device with `sms` SMs."""
     m_tiles = ceil_div(m, kernel.m_tile)
-    n_tiles = ceil_div(ceil_div(n, BLOCK_COLUMNS), kernel.n_sm // BLOCK_COLUMNS)
+    n_blocks, shared = ceil_div(n, BLOCK_COLUMNS), kernel.multicast
+    n_tiles = ceil_div(n_blocks, kernel.n_sm // BLOCK_COLUMNS * shared)
     k_steps = ceil_div(ceil_div(k, BLOCK_DEPTH) * BLOCK_DEPTH, kernel.k_sm)
-    tiles, slots = m_tiles * n_tiles, sms * kernel.ctas_per_sm
+    tiles, clusters = m_tiles * n_tiles, max(1, sms * kernel.ctas_per_sm // shared)
     tile_floats = kernel.m_tile * kernel.n_sm
     partials = flags = 0
     if kernel.decomposition == "split_k":
@@ -274,12 +284,20 @@ def schedule(kernel: Kernel, m: int, n: int, k: int, sms: int) -> Schedule:
         if kernel.cluster == 1:
             partials, flags = grid * tile_floats, grid
     elif kernel.decomposition == "data_parallel":
-        grid = min(tiles, slots)
+        grid = min(tiles, clusters) * shared
     else:
-        grid = min(tiles * k_steps, slots)
+        grid = min(tiles * k_steps, clusters) * shared
         partials, flags = grid * tile_floats, grid * kernel.warps_n
+    if kernel.decomposition == "hybrid":
+        flags = m_tiles * _hybrid_passes(kernel, n_blocks, grid) * grid
+        partials = flags * kernel.m_tile * BLOCK_COLUMNS
     raster = max(1, min(m_tiles, RASTER))
     return Schedule(m_tiles, n_tiles, k_steps, raster, grid, kernel.cluster, partials, flags)
+
+
+def _hybrid_passes(kernel: Kernel, n_blocks: int, grid: int) -> int:
+    """Passes of a hybrid grid over one row tile."""
+    return ceil_div(n_blocks, grid * (kernel.n_sm // BLOCK_COLUMNS))
 
 
 # ---- where tables are
@@ -384,6 +402,7 @@ def _kernel(entry: dict[str, Any]) -> Kernel:
     fields: dict[str, Any] = {name: _typed(entry, name, str) for name in _TEXT_FIELDS}
     fields |= {name: _typed(entry, name, int) for name in _NUMBER_FIELDS}
     fields["zeros"] = _typed(entry, "zeros", bool)
+    fields["multicast"] = _typed({"multicast": 1, **entry}, "multicast", int)
     for name, allowed in (
         ("family", FAMILIES),
         ("dtype", DTYPES),
@@ -394,7 +413,8 @@ def _kernel(entry: dict[str, Any]) -> Kernel:
             raise ValueError(f"{fields['name']}: {name}={fields[name]!r} is not one of {allowed}")
     if kernel_name(fields) != fields["name"]:
         raise ValueError(f"{fields['name']}: its fields spell {kernel_name(fields)}")
-    if min(fields[name] for name in _NUMBER_FIELDS[1:]) < 1 or fields["n_sm"] % BLOCK_COLUMNS:
+    positive = (*_NUMBER_FIELDS[1:], "multicast")
+    if min(fields[name] for name in positive) < 1 or fields["n_sm"] % BLOCK_COLUMNS:
         raise ValueError(f"{fields['name']}: a size is not positive or not whole blocks")
     if Path(fields["file"]).name != fields["file"]:
         raise ValueError(f"{fields['name']}: file={fields['file']!r} is not a plain file name")

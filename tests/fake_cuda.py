@@ -162,12 +162,14 @@ def kernel(family="ampere", dtype="f16", zeros=False, group_size=128, **fields) 
         "decomposition": "data_parallel",
         "split": 1,
         "ctas_per_sm": 1,
+        "multicast": 1,
         "threads": 128,
         "shared_bytes": 65536,
         **fields,
     }
-    clustered = values["family"] == "hopper" and values["decomposition"] == "split_k"
-    values["cluster"] = values["split"] if clustered else 1
+    split = values["decomposition"] == "split_k"
+    cluster = values["split"] if split else values["multicast"]
+    values["cluster"] = cluster if values["family"] == "hopper" else 1
     values["name"] = dispatch.kernel_name(values)
     values["file"] = f"{values['name']}.cubin"
     values["sha256"] = hashlib.sha256(values["name"].encode()).hexdigest()

@@ -167,6 +167,10 @@ EXPORT Result cuFuncSetAttribute(Function function, int, int value) {
   reinterpret_cast<Kernel*>(function)->max_shared = value;
   return 0;
 }
+EXPORT Result cuOccupancyMaxActiveClusters(int* clusters, Function, const LaunchConfig* config) {
+  *clusters = occupancy_blocks * sms / static_cast<int>(config->attributes[0].value.cluster.x);
+  return 0;
+}
 EXPORT Result cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function, int, size_t) { *blocks = occupancy_blocks; return 0; }
 
 EXPORT Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** arguments, void**) {

@@ -30,6 +30,8 @@ SHAPES = {
     "hopper": {"family": "hopper", "m_tile": 64, "n_sm": 256, "k_sm": 256},
     "split": SPLIT,
     "streamk": {"family": "hopper", "decomposition": "stream_k", "n_sm": 256},
+    "hybrid": {"family": "hopper", "decomposition": "hybrid", "n_sm": 256},
+    "multicast": {"family": "hopper", "n_sm": 256, "multicast": 2},
 }
 
 
@@ -188,7 +190,8 @@ def test_a_launch_has_the_numbers_of_the_table_and_the_schedule(fake, kernels, s
     assert (record.flags != 0) == (numbers.flags > 0)
     if kernel.family == "hopper":
         assert (record.map_rows, record.map_slices) == (33, 64)
-        assert (record.map_box_rows, record.map_box_slices) == (kernel.m_tile, kernel.k_sm // 64)
+        slices = kernel.k_sm // 64 // kernel.multicast
+        assert (record.map_box_rows, record.map_box_slices) == (kernel.m_tile, slices)
         assert record.map_stride == 2 * 4096
 
 
@@ -420,12 +423,21 @@ def test_a_damaged_cubin_never_reaches_the_driver(fake, kernels):
 
 
 def test_kernels_that_wait_for_each_other_must_be_resident(fake, kernels):
-    kernels("striped")
-    fake.occupancy(1)
-    with pytest.raises(
-        RuntimeError, match="needs 2 resident blocks per SM and this device holds 1"
-    ):
-        gemm(torch.randn(1, 256).half(), weight())
+    w = weight(4096, 8192)
+    for shape, fields, resident in [
+        ("striped", {"ctas_per_sm": 2}, 132),
+        ("hybrid", {"multicast": 4}, 132),
+    ]:
+        kernels(shape, **fields)
+        fake.occupancy(1)
+        text = f"launches .* blocks that wait for each other and this device holds {resident}"
+        if shape == "hybrid":
+            fake.occupancy(0)
+            text = "and this device holds 0"
+        with pytest.raises(RuntimeError, match=text):
+            gemm(torch.randn(1, 4096).half(), w)
+    kernels("ampere")
+    gemm(torch.randn(1, 4096).half(), w)
 
 
 def test_no_table_says_what_is_built(fake):

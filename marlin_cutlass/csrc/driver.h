@@ -82,6 +82,7 @@ struct LaunchConfig {
 
 // Absent from older drivers; null there.
 #define MC_DRIVER_OPTIONAL_FUNCTIONS(X)                                                                                           \
+  X(cuOccupancyMaxActiveClusters, active_clusters, (int*, Function, const LaunchConfig*))                                         \
   X(cuStreamGetCaptureInfo_v3, capture_info_v3, (Stream, int*, uint64_t*, Graph*, const void**, const void**, size_t*))           \
   X(cuTensorMapEncodeTiled, encode_tiled,                                                                                         \
     (TensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int, int))

@@ -57,15 +57,6 @@ std::string read_cubin(const Variant& v) {
   return bytes;
 }
 
-void check_residency(const Variant& v, driver::Function function) {
-  const auto decomposition = static_cast<Decomposition>(v.fields.decomposition);
-  if (decomposition != Decomposition::kStriped && decomposition != Decomposition::kStreamK) return;
-  int blocks = 0;
-  check(api().occupancy(&blocks, function, v.fields.threads, v.fields.shared_bytes), "cuOccupancyMaxActiveBlocksPerMultiprocessor", v.name);
-  if (blocks < v.fields.ctas_per_sm)  // its blocks wait for each other: a launch would never end
-    failed("kernel ", v.name, " needs ", v.fields.ctas_per_sm, " resident blocks per SM and this device holds ", blocks);
-}
-
 driver::Function load_kernel(const Variant& v) {
   const std::string cubin = read_cubin(v);
   driver::RelaxedCapture relaxed;  // the first call may be inside a graph capture
@@ -76,7 +67,6 @@ driver::Function load_kernel(const Variant& v) {
   if (v.fields.shared_bytes > kDefaultSharedBytes)
     check(api().function_set_attribute(function, driver::kMaxDynamicSharedBytes, v.fields.shared_bytes), "cuFuncSetAttribute",
           concat("kernel ", v.name, " asks for ", v.fields.shared_bytes, " bytes of shared memory"));
-  check_residency(v, function);
   return function;
 }
 
@@ -115,6 +105,37 @@ struct PlanCache {
 };
 constexpr size_t kMaxPlans = 1 << 16;  // a server that meets every row count stays far below
 
+// Grid, block, shared memory and attributes of a launch; `attributes` has room for two.
+driver::LaunchConfig launch_config(const Plan& p, driver::LaunchAttribute* attributes) {
+  const VariantFields& v = p.variant->fields;
+  driver::LaunchConfig config{};
+  config.grid_x = static_cast<unsigned>(p.schedule.grid);
+  config.grid_y = config.grid_z = config.block_y = config.block_z = 1;
+  config.block_x = static_cast<unsigned>(v.threads);
+  config.shared_bytes = static_cast<unsigned>(v.shared_bytes);
+  config.attributes = attributes;
+  if (v.cluster > 1) {
+    driver::LaunchAttribute& cluster = attributes[config.attribute_count++];
+    cluster.id = driver::kClusterDimension;
+    cluster.value.cluster = {static_cast<unsigned>(v.cluster), 1, 1};
+  }
+  return config;
+}
+
+// CTAs of a plan's kernel that the device holds at once.
+int64_t resident_ctas(const Plan& p, int sms) {
+  const VariantFields& v = p.variant->fields;
+  int count = 0;
+  if (v.cluster > 1 && api().active_clusters) {
+    driver::LaunchAttribute attributes[2] = {};
+    const driver::LaunchConfig config = launch_config(p, attributes);
+    check(api().active_clusters(&count, p.function, &config), "cuOccupancyMaxActiveClusters", p.variant->name);
+    return int64_t{count} * v.cluster;
+  }
+  check(api().occupancy(&count, p.function, v.threads, v.shared_bytes), "cuOccupancyMaxActiveBlocksPerMultiprocessor", p.variant->name);
+  return int64_t{count} * sms;
+}
+
 Plan make_plan(const Call& call) {
   const DeviceState& device = device_state(call.device);
   const std::shared_ptr<const Table> table = table_for(device.major, device.minor);
@@ -130,6 +151,11 @@ Plan make_plan(const Call& call) {
   p.rows_per_launch = by_tile ? p.variant->fields.m_tile : INT32_MAX;
   driver::ContextGuard guard(device.context);
   p.function = kernel(*p.variant, call.device);
+  if (waits_across_ctas(p.variant->fields)) {  // a launch whose blocks wait for one that never starts would never end
+    const int64_t resident = resident_ctas(p, device.sms);
+    if (resident < p.schedule.grid)
+      failed("kernel ", p.variant->name, " launches ", p.schedule.grid, " blocks that wait for each other and this device holds ", resident);
+  }
   return p;
 }
 
@@ -138,7 +164,7 @@ Plan make_plan(const Call& call) {
 struct MapKey {
   const void* a;
   int64_t m, k, lda;
-  int32_t dtype, m_tile, k_sm, unused;
+  int32_t dtype, m_tile, k_sm, multicast;
 
   bool operator==(const MapKey& o) const { return std::memcmp(this, &o, sizeof(MapKey)) == 0; }
 };
@@ -150,13 +176,13 @@ struct MapSlot {
 };
 constexpr size_t kMapSlots = 128;
 
-// A as [k / 64][m][64]: one box is a stage of 64-column slices of m_tile rows, each row 128 bytes, swizzled for wgmma. Rows and columns
-// outside A arrive as zeros.
+// A as [k / 64][m][64]: one box is a stage of 64-column slices of m_tile rows, each row 128 bytes, swizzled for wgmma; CTAs that share
+// activations load a part of the stage each. Rows and columns outside A arrive as zeros.
 void encode(const Call& call, const Variant& v, driver::TensorMap* map) {
   if (!api().encode_tiled) failed("kernel ", v.name, ": the driver has no cuTensorMapEncodeTiled; a Hopper kernel needs CUDA 12");
   const uint64_t sizes[3] = {64, static_cast<uint64_t>(call.m), static_cast<uint64_t>(call.k / 64)};
   const uint64_t strides[2] = {static_cast<uint64_t>(call.lda) * 2, 128};
-  const uint32_t box[3] = {64, static_cast<uint32_t>(v.fields.m_tile), static_cast<uint32_t>(v.fields.k_sm / 64)};
+  const uint32_t box[3] = {64, static_cast<uint32_t>(v.fields.m_tile), static_cast<uint32_t>(v.fields.k_sm / 64 / v.fields.multicast)};
   const uint32_t steps[3] = {1, 1, 1};
   const bool half = static_cast<Dtype>(call.dtype) == Dtype::kFloat16;
   check(api().encode_tiled(map, half ? driver::kMapFloat16 : driver::kMapBfloat16, 3, const_cast<void*>(call.a), sizes, strides, box, steps,
@@ -166,7 +192,7 @@ void encode(const Call& call, const Variant& v, driver::TensorMap* map) {
 
 const driver::TensorMap& tensor_map(const Call& call, const Variant& v) {
   static thread_local std::unique_ptr<MapSlot[]> slots(new MapSlot[kMapSlots]);
-  const MapKey key{call.a, call.m, call.k, call.lda, call.dtype, v.fields.m_tile, v.fields.k_sm, 0};
+  const MapKey key{call.a, call.m, call.k, call.lda, call.dtype, v.fields.m_tile, v.fields.k_sm, v.fields.multicast};
   uint64_t hash = (reinterpret_cast<uintptr_t>(call.a) >> 4) * 0x9e3779b97f4a7c15u;
   hash = (hash ^ (hash >> 29) ^ static_cast<uint64_t>(call.m) ^ static_cast<uint64_t>(v.fields.m_tile) << 20) * 0xbf58476d1ce4e5b9u;
   MapSlot& slot = slots[(hash >> 32) % kMapSlots];
@@ -199,6 +225,9 @@ GemmParams make_params(const Plan& plan, const Call& call) {
   p.n_tiles = static_cast<int32_t>(s.n_tiles);
   p.k_steps = static_cast<int32_t>(s.k_steps);
   p.raster = static_cast<int32_t>(s.raster);
+  const VariantFields& v = plan.variant->fields;
+  if (static_cast<Decomposition>(v.decomposition) == Decomposition::kHybrid)
+    set_hybrid_partition(p, v.n_sm / kBlockColumns, static_cast<int>(s.grid), v.multicast);
   p.vector_store = reinterpret_cast<uintptr_t>(call.c) % 8 == 0 && call.ldc % 4 == 0 && call.n % 4 == 0;
   return p;
 }
@@ -237,18 +266,8 @@ void launch(const Plan& plan, const Call& call) {
     params.flags = w.flags;
   }
   driver::LaunchAttribute attributes[2] = {};
-  driver::LaunchConfig config{};
-  config.grid_x = static_cast<unsigned>(plan.schedule.grid);
-  config.grid_y = config.grid_z = config.block_y = config.block_z = 1;
-  config.block_x = static_cast<unsigned>(v.fields.threads);
-  config.shared_bytes = static_cast<unsigned>(v.fields.shared_bytes);
+  driver::LaunchConfig config = launch_config(plan, attributes);
   config.stream = call.stream;
-  config.attributes = attributes;
-  if (v.fields.cluster > 1) {
-    driver::LaunchAttribute& cluster = attributes[config.attribute_count++];
-    cluster.id = driver::kClusterDimension;
-    cluster.value.cluster = {static_cast<unsigned>(v.fields.cluster), 1, 1};
-  }
   void* arguments[2] = {&params, nullptr};
   if (v.hopper()) {
     // Only Hopper kernels wait for the previous kernel themselves, so only they may start before it ends.
