@@ -170,7 +170,7 @@ class _Memory:
             "vector_store": int(aligned),
         }
         for name, _ in runtime.GemmParams._fields_:
-            values.setdefault(name, getattr(schedule, name, 0))
+            values.setdefault(name, getattr(schedule, name, getattr(schedule.hybrid, name, 0)))
         return runtime.GemmParams(**values)
 
     def tensor_map(self, variant: Variant) -> runtime.TensorMap:
@@ -180,7 +180,7 @@ class _Memory:
             self.a.data_ptr(),
             (ctypes.c_int64 * 3)(64, self.m, self.width // 64),
             (ctypes.c_int64 * 2)(2 * self.lda, 128),
-            (ctypes.c_int32 * 3)(64, variant.m_tile, variant.k_sm // 64),
+            (ctypes.c_int32 * 3)(64, variant.m_tile, variant.k_sm // 64 // variant.multicast),
             runtime.TensorMap.MAGIC,
         )
 
