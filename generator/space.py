@@ -162,19 +162,31 @@ def full_space(arch: Arch, families: tuple[str, ...] | None = None) -> Iterator[
                     yield Entry(variant, "full space: every legal combination")
 
 
+# decomposition, split, multicast
+DECOMPOSITIONS = {
+    "ampere": (("data_parallel", 1, 1), ("striped", 1, 1), ("split_k", 2, 1), ("split_k", 4, 1)),
+    "hopper": (
+        ("data_parallel", 1, 1),
+        ("data_parallel", 1, 2),
+        ("stream_k", 1, 1),
+        ("hybrid", 1, 1),
+        ("hybrid", 1, 2),
+        ("split_k", 2, 1),
+        ("split_k", 4, 1),
+    ),
+}
+
+
 def _geometries(family: str) -> Iterator[Geometry]:
-    decompositions = {
-        "ampere": (("data_parallel", 1), ("striped", 1), ("split_k", 2), ("split_k", 4)),
-        "hopper": (("data_parallel", 1), ("stream_k", 1), ("split_k", 2), ("split_k", 4)),
-    }[family]
-    for m, n, k, wn, wk, stages, (decomposition, split), ctas in itertools.product(
+    axes = (
         legality.M_TILES[family],
         legality.N_SMS,
         legality.K_SMS[family],
         legality.WARPS_N[family],
         legality.WARPS_K[family],
         range(legality.MIN_STAGES, 9),
-        decompositions,
+        DECOMPOSITIONS[family],
         (1, 2),
-    ):
-        yield Geometry(family, m, n, k, wn, wk, stages, decomposition, split, ctas)
+    )
+    for *tile, (decomposition, split, multicast), ctas in itertools.product(*axes):
+        yield Geometry(family, *tile, decomposition, split, ctas, multicast)
