@@ -7,6 +7,7 @@ GPU, a compiler or the generator.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import os
 import re
@@ -376,6 +377,22 @@ def load_table(folder: Path, exclude: str | None = None) -> Table:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise TableError(f"{path}: {what}; run build.py again") from error
+
+
+def current_table(folder: Path) -> Table:
+    """`load_table`, read again only if the manifest or what is excluded has changed."""
+    path = Path(folder) / "manifest.json"
+    try:
+        status = path.stat()
+    except OSError:
+        return load_table(folder)  # which says what is wrong
+    state = (status.st_mtime_ns, status.st_size, status.st_ino)
+    return _read(path.parent, state, os.environ.get("MARLIN_CUTLASS_EXCLUDE", ""))
+
+
+@functools.lru_cache(maxsize=32)
+def _read(folder: Path, state: tuple[int, ...], exclude: str) -> Table:
+    return load_table(folder, exclude)
 
 
 def parse_table(manifest: dict[str, Any], folder: Path | str, exclude: str | None = None) -> Table:

@@ -101,7 +101,7 @@ def explain(
         "zeros": zeros,
     }
     try:
-        table = dispatch.load_table(dispatch.built_archs()[dispatch.arch_for(*capability)])
+        table = dispatch.current_table(dispatch.built_archs()[dispatch.arch_for(*capability)])
     except (UnsupportedArchError, TableError) as error:
         text = f"sm_{capability[0]}{capability[1]} unsupported: {error}"
         return Explanation(**call, arch=asked, sms=sms or default_sms, kernel=None, why=text)
@@ -246,7 +246,7 @@ def _version(path: str) -> str:
 
 def _table_info(folder: Path) -> dict[str, Any]:
     try:
-        table = dispatch.load_table(folder)
+        table = dispatch.current_table(folder)
     except TableError as error:
         return {"folder": str(folder), "error": str(error)}
     return {"folder": str(folder), "kernels": len(table.kernels), "rows": len(table.rows)}

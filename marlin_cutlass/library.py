@@ -317,7 +317,7 @@ def reload_tables(launcher: Launcher | None = None) -> None:
 @functools.cache
 def table_for_capability(major: int, minor: int) -> dispatch.Table:
     """The table of a device; UnsupportedArchError if none is built, TableError if it is damaged."""
-    return dispatch.load_table(dispatch.built_archs()[dispatch.arch_for(major, minor)])
+    return dispatch.current_table(dispatch.built_archs()[dispatch.arch_for(major, minor)])
 
 
 def require_device(device: torch.device | str | int) -> str:

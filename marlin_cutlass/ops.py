@@ -172,13 +172,17 @@ def _first_call(name: str):
     from then on.
     """
 
-    def call(a: Tensor, *rest):
-        if a.device.type != "cuda":
-            raise NotImplementedError(f"a is on {a.device}: marlin_cutlass runs on CUDA and CPU")
+    def call(*args):
+        devices = {arg.device.type for arg in args if hasattr(arg, "device")}
+        if "cuda" not in devices:
+            found = ", ".join(sorted(devices))
+            raise NotImplementedError(
+                f"operands are on {found}: marlin_cutlass runs on CUDA and CPU"
+            )
         from . import library
 
         library.load()
-        return getattr(torch.ops.marlin_cutlass, name).default(a, *rest)
+        return getattr(torch.ops.marlin_cutlass, name).default(*args)
 
     return call
 
