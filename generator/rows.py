@@ -17,6 +17,7 @@ from generator.variant import Geometry, Variant
 
 TUNING = Path(__file__).parent / "tuning"
 MODEL = "model"
+DEFAULT_FORMAT: Format = ("f16", False, 128)
 
 # ---- rows from measurements ----------------------------------------------------------------------
 
@@ -41,6 +42,10 @@ class Measurement:
     group_size: int = 128
     dtype: str = "f16"
     zeros: bool = False
+
+    @property
+    def format(self) -> Format:
+        return self.dtype, self.zeros, self.group_size
 
 
 def read_measurements(arch: Arch, folder: Path = TUNING) -> list[Measurement]:
@@ -70,9 +75,10 @@ def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> 
     """
     rows = []
     best = _fastest(measurements, variants)
-    devices = sorted({(x.sms, x.zeros, x.dtype, x.group_size) for x in best})
-    for device in devices:
-        mine = [x for x in best if (x.sms, x.zeros, x.dtype, x.group_size) == device]
+    # The default format decides for all formats, so rows for one format come before it.
+    keys = sorted({(x.format == DEFAULT_FORMAT, x.sms, x.format) for x in best})
+    for _, sms, fmt in keys:
+        mine = [x for x in best if (x.sms, x.format) == (sms, fmt)]
         for n in (ns := sorted({x.n for x in mine})):
             for k in (ks := sorted({x.k for x in mine if x.n == n})):
                 here = sorted((x for x in mine if (x.n, x.k) == (n, k)), key=lambda x: x.m)
@@ -92,12 +98,15 @@ def _fastest(measurements: list[Measurement], variants: frozenset[str]) -> list[
 
 def _shape_rows(here: list[Measurement], n: Range, k: Range) -> Iterator[DispatchRow]:
     """Rows of one measured (n, k); neighbours in m with the same winner become one."""
-    special = any((x.dtype, x.zeros, x.group_size) != ("f16", False, 128) for x in here)
     previous, pending = 0, None
     for x in here:
         lo = 0 if previous == 0 and x.m <= 16 else max(previous, x.m // REACH_M) + 1
         previous = x.m
-        fmt = {"dtype": x.dtype, "zeros": x.zeros, "group_size": x.group_size} if special else {}
+        fmt = (
+            {"dtype": x.dtype, "zeros": x.zeros, "group_size": x.group_size}
+            if x.format != DEFAULT_FORMAT
+            else {}
+        )
         if pending is not None and pending.geometry == x.geometry and pending.m.hi == lo - 1:
             lo = pending.m.lo
         elif pending is not None:

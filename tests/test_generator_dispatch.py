@@ -187,6 +187,21 @@ def test_neighbouring_measurements_with_one_winner_become_one_row(tmp_path):
     assert [r.m for r in found] == [Range(0, 64)]
 
 
+def test_a_measured_format_decides_before_the_default_one(tmp_path):
+    m16, m64 = (
+        f"w4a16_ampere_{g}_striped_c1" for g in ("m16_n128k128_w2x2_p4", "m64_n128k128_w2x2_p3")
+    )
+    zeros = {**_entry(16, m64, 3.0), "zeros": True, "group_size": 32}
+    _write(tmp_path, [_entry(16, m16, 2.0), zeros])
+    table = rows.build_table(ARCHS["sm_86"], _variants("sm_86"), tmp_path)
+
+    def chosen(**fmt) -> str:
+        return table.select(ProblemShape(16, 4096, 4096, **fmt), 72)[0].geometry().name
+
+    assert chosen(zeros=True, group_size=32) == m64
+    assert chosen() == chosen(dtype="bf16") == chosen(zeros=True, group_size=64) == m16
+
+
 def test_measurements_of_unbuilt_variants_are_left_out(tmp_path):
     _write(tmp_path, [_entry(1, "w4a16_ampere_m16_n128k128_w2x2_p6_striped_c1", 1.0)])
     table = rows.build_table(ARCHS["sm_86"], _variants("sm_86"), tmp_path)
