@@ -34,7 +34,7 @@ struct HopperConfig {
   static constexpr int kRegisterCap = kMoveRegisters ? kConsumerRegisters : 65536 / (kCtasPerSm * kThreads) / 8 * 8;
 
   // k16 steps of one commit group: four, or two where registers are short.
-  static constexpr int kBatch = kDecomposition != Decomposition::kHybrid && kRowBlocks * kMTile / 2 + 68 <= kRegisterCap ? 4 : 2;
+  static constexpr int kBatch = kDecomposition != Decomposition::kHybrid && !(kCluster && kWarpgroupsK > 1 && kWarpgroupsN > 1) && kRowBlocks * kMTile / 2 + 68 <= kRegisterCap ? 4 : 2;
   // Second argument of __launch_bounds__: setmaxnreg needs the 1. Otherwise none: with a minimum of blocks ptxas 13.0 serialises wgmma
   // (C7512) though the registers suffice; build.py checks afterwards that kCtasPerSm CTAs fit.
   static constexpr int kMinBlocks = kMoveRegisters ? 1 : 0;
