@@ -84,7 +84,7 @@ def check_out(out: Tensor, a: Tensor, n: int) -> None:
 def kernel_code(kernel: str | None, batch_invariant: bool, a: Tensor, w: PackedWeight) -> int:
     """The operators' `variant` argument. Raises ValueError for a kernel that cannot run this
     call."""
-    if kernel is None and FORCED_KERNEL is None:
+    if kernel is None and (FORCED_KERNEL is None or not a.is_cuda):
         return BATCH_INVARIANT if batch_invariant else AUTO
     from . import library
 

@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 
-from marlin_cutlass import dequantize, gemm, pack
+from marlin_cutlass import dequantize, gemm, ops, pack
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -134,6 +134,14 @@ def test_a_forced_kernel_needs_a_gpu():
     w, _ = weight()
     with pytest.raises(ValueError, match="is a CUDA kernel and a is on cpu"):
         gemm(torch.randn(4, 256).half(), w, kernel="w4a16_ampere_m16_n128k128_w4x1_p4_dp_c1")
+
+
+def test_a_kernel_forced_by_the_environment_is_for_cuda_calls(monkeypatch):
+    w, _ = weight()
+    a = torch.randn(4, 256).half()
+    want = gemm(a, w)
+    monkeypatch.setattr(ops, "FORCED_KERNEL", "w4a16_ampere_m16_n128k128_w4x1_p4_dp_c1")
+    assert torch.equal(gemm(a, w), want)
 
 
 def test_sums_are_kept_in_float32():
