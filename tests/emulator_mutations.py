@@ -15,6 +15,8 @@ AMPERE_WIDE = "w4a16_ampere_f16_g128_m16_n64k256_w1x4_p4_striped_c1"
 HOPPER = "w4a16_hopper_f16_g128_m16_n256k128_w2x1_p4_dp_c2"
 HOPPER_STREAM = "w4a16_hopper_f16_g128_m16_n256k256_w4x1_p5_streamk_c1"
 HOPPER_SPLIT = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_split2_c1"
+HOPPER_HYBRID = "w4a16_hopper_f16_g128_m16_n256k128_w4x1_p4_hybrid_c1"
+HOPPER_MULTICAST = "w4a16_hopper_f16_g128_m16_n128k128_w2x1_p4_dp_c1_mc2"
 HOPPER_GROUPS = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_dp_c1"
 
 
@@ -328,6 +330,28 @@ HOPPER_MUTATIONS = (
             "* owned_chunks<C>(rank) * kChunkBytes + 16;",
         ),
         *(HOPPER_SPLIT, "deadlock"),
+    ),
+    _one(
+        "hybrid: idle slot runs ahead of the ring by a phase",
+        *(HKERNEL, "named_barrier_sync(4, C::kConsumerThreads);", ";"),
+        *(HOPPER_HYBRID, "race", "mbarrier"),
+        shape=(40, 740, 1536),
+    ),
+    _one(
+        "hybrid: absent blocks not accounted for",
+        *(PRODUCER, "mbarrier_arrive_many(empty, 4 * (C::kColumnBlocks - blocks));", ";"),
+        *(HOPPER_HYBRID, "deadlock"),
+        shape=(40, 740, 1536),
+    ),
+    _one(
+        "multicast: stage of the peer not known to be free",
+        *(PRODUCER, "mbarrier_wait(free, ring.phase);", ""),
+        *(HOPPER_MULTICAST, "race", "mbarrier"),
+    ),
+    _one(
+        "multicast: peer's barriers not known to exist",
+        *(HKERNEL, "if constexpr (C::kMulticast > 1) cluster_wait_unaligned();  // the", "// the"),
+        *(HOPPER_MULTICAST, "race", "mbarrier", "divergence"),
     ),
 )
 

@@ -16,8 +16,15 @@ from generator.variant import Variant
 from marlin_cutlass.pack import pack
 from marlin_cutlass.reference import dequantize
 
-AMPERE = [e.variant.name for e in default_space(ARCHS["sm_80"], ("ampere",))]
-HOPPER = [e.variant.name for e in default_space(ARCHS["sm_90a"], ("hopper",))]
+
+def declared(family: str) -> list[str]:
+    """Names in the default tables of every architecture that has the family."""
+    archs = [arch for arch in ARCHS.values() if family in arch.families]
+    entries = [entry for arch in archs for entry in default_space(arch, (family,))]
+    return list(dict.fromkeys(entry.variant.name for entry in entries))
+
+
+AMPERE, HOPPER = declared("ampere"), declared("hopper")
 FORMATS = [
     (dtype, zeros, group)
     for dtype in DTYPES
@@ -81,6 +88,10 @@ MORE = [
     "w4a16_hopper_f16z_g32_m24_n128k256_w2x2_p4_split4_c1",
     "w4a16_hopper_bf16_g64_m96_n128k128_w2x1_p3_streamk_c2",
     "w4a16_hopper_bf16z_gcol_m16_n64k512_w1x2_p4_dp_c1",
+    "w4a16_hopper_f16_g128_m16_n256k128_w4x1_p4_hybrid_c1",
+    "w4a16_hopper_bf16z_g64_m8_n128k256_w2x1_p4_hybrid_c2",
+    "w4a16_hopper_f16_g128_m32_n128k128_w2x1_p4_dp_c1_mc2",
+    "w4a16_hopper_bf16_g32_m16_n256k256_w4x1_p3_hybrid_c1_mc4",
 ]
 
 

@@ -115,7 +115,8 @@ const EmuBuffer& check_global(const void* p, int64_t bytes, uint32_t alignment, 
 void check_proxy_fence(const Block& block, uint32_t offset, uint32_t bytes) {
   for (uint32_t at = offset; at < offset + bytes; at += 4) {
     const Epoch& e = block.shadow.last_write(at);
-    if (e.clock == 0 || e.agent >= machine.previous_grid_agent) continue;  // untouched, or written by a copy
+    // Untouched, written by a copy, or under way (which the ordering check reports).
+    if (e.clock == 0 || e.pending || e.agent >= machine.previous_grid_agent) continue;
     const auto per_block = static_cast<uint32_t>(block.warps.size());
     const Warp& writer = machine.blocks[e.agent / per_block].warps[e.agent % per_block];
     if (writer.proxy_fence_clock <= e.clock)
