@@ -169,8 +169,9 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> PackedWeight |
 def load_model(model: nn.Module, path: str | Path, device: str | torch.device = "cpu") -> nn.Module:
     """Replace the linear layers that `path` has quantised, and load it strictly; returns `model`.
 
-    path: a file written by `save(model, path)`, or a converted folder. Works for a model on the meta
-    device (parameters are assigned, not copied). Raises ValueError naming missing or unknown tensors.
+    path: a file written by `save(model, path)`, or a converted folder. Tensors are assigned, not
+    copied, so the model may be on the meta device if it computes no buffers of its own. Raises
+    ValueError naming missing or unknown tensors.
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -193,7 +194,19 @@ def load_model(model: nn.Module, path: str | Path, device: str | torch.device = 
         )
     if hasattr(model, "tie_weights"):
         model.tie_weights()
+    _check_no_meta(model, path)
     return model
+
+
+def _check_no_meta(model: nn.Module, path: Path) -> None:
+    """Buffers that are in no state dict have no value on the meta device: refused, not garbage."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    left = [name for name, t in tensors if t.device.type == "meta"]
+    if left:
+        raise ValueError(
+            f"{path} has no values for {', '.join(left[:8])}: they are computed when a model is"
+            " built, so build it on the CPU instead of the meta device"
+        )
 
 
 def _tied_names(model: nn.Module, missing: list[str]) -> set[str]:

@@ -173,7 +173,7 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in x's dtype (under autocast: the autocast dtype)."""
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # meta has no autocast state
             x = x.to(torch.get_autocast_dtype(kind))
         a = x.to(self.dtype) if x.dtype == torch.float32 else x
         needs_grad = torch.is_grad_enabled() and a.requires_grad

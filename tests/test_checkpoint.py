@@ -71,11 +71,12 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": G, "desc_act": False, "
 
 
 def gptq_tensors() -> dict:
-    tensors = {"model.embed_tokens.weight": torch.randn(32, K).half()}
+    gen = torch.Generator().manual_seed(0)
+    tensors = {"model.embed_tokens.weight": torch.randn(32, K, generator=gen).half()}
     for i in range(2):
         tensors |= gptq_layer(f"model.layers.{i}.q_proj", 10 + i)
-        tensors[f"model.layers.{i}.q_proj.bias"] = torch.randn(N).half()
-        tensors[f"model.layers.{i}.norm.weight"] = torch.randn(K + 1).half()
+        tensors[f"model.layers.{i}.q_proj.bias"] = torch.randn(N, generator=gen).half()
+        tensors[f"model.layers.{i}.norm.weight"] = torch.randn(K + 1, generator=gen).half()
     return tensors
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ..formats.weight import QuantizedWeight
 from .gptq import GptqOptions, quantize_gptq
-from .hessian import Hessian
+from .hessian import Moments
 from .model import quantize_model
 from .report import LayerReport, ModelReport
 from .rtn import quantize_rtn
@@ -18,7 +18,7 @@ METHODS = ("rtn", "gptq")
 
 __all__ = [
     "GptqOptions",
-    "Hessian",
+    "Moments",
     "LayerReport",
     "METHODS",
     "ModelReport",
@@ -42,7 +42,7 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
 
 
 def _hessian_of(inputs, k: int) -> torch.Tensor:
-    hessian = Hessian(k)
+    hessian = Moments(k)
     for x in [inputs] if isinstance(inputs, torch.Tensor) else inputs:
         hessian.add(x)
     if not hessian.tokens:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from .hessian import Hessian
+from .hessian import Moments
 
 
 class _StopForwardError(Exception):
@@ -78,16 +78,55 @@ def model_calls(model: nn.Module, calibration: Iterable) -> Calls:
     return Calls(model, samples, device)
 
 
-def collect_hessians(calls: Calls, layers: dict[str, nn.Linear]) -> dict[str, Hessian]:
-    """Second moments of the inputs of `layers` over all calls; stops a forward when all were seen."""
-    hessians = {n: Hessian(m.in_features, m.weight.device) for n, m in layers.items()}
-    state = {"mask": None, "left": set()}
+class Streams:
+    """Calls of the model being quantised and, for matching, the same calls of the original."""
+
+    def __init__(self, calls: Calls, original: Calls | None = None) -> None:
+        self.calls, self.original = calls, original
+
+
+def collect_moments(
+    streams: Streams, layers: dict[str, nn.Linear], originals: dict[str, nn.Linear] | None = None
+) -> dict[str, Moments]:
+    """Moments of the inputs of `layers` over all calls; a forward stops when all were seen.
+
+    originals: the same layers of the original model, whose inputs become the references.
+    """
+    paired = originals is not None
+    moments = {n: Moments(m.in_features, m.weight.device, paired) for n, m in layers.items()}
+    references: dict[str, torch.Tensor] = {}
+
+    def keep(name, x, _mask):
+        references[name] = x
+
+    def add(name, x, mask):
+        if not paired:
+            moments[name].add(x, _fitting(mask, x))
+        elif name in references and references[name].shape == x.shape:
+            moments[name].add(x, _fitting(mask, x), references[name])
+
+    pairs = (
+        zip(streams.calls, streams.original, strict=True)
+        if paired
+        else ((call, None) for call in streams.calls)
+    )
+    for (call, mask), original in pairs:
+        if paired:
+            references.clear()
+            _observe(original[0], originals, keep, mask)
+        _observe(call, layers, add, mask)
+    return moments
+
+
+def _observe(call: Callable, layers: dict[str, nn.Linear], see: Callable, mask) -> None:
+    """Run `call`, giving see(name, input, mask) each layer's input; stop once all have run."""
+    left = set(layers)
 
     def hook(name):
         def observe(_module, args, _output):
-            hessians[name].add(args[0], _fitting(state["mask"], args[0]))
-            state["left"].discard(name)
-            if not state["left"]:
+            see(name, args[0].detach(), mask)
+            left.discard(name)
+            if not left:
                 raise _StopForwardError
 
         return observe
@@ -95,10 +134,31 @@ def collect_hessians(calls: Calls, layers: dict[str, nn.Linear]) -> dict[str, He
     with ExitStack() as stack:
         for name, layer in layers.items():
             stack.callback(layer.register_forward_hook(hook(name)).remove)
-        for call, mask in calls:
-            state["mask"], state["left"] = mask, set(layers)
-            call()
-    return hessians
+        call()
+
+
+def execution_order(calls: Calls, layers: dict[str, nn.Linear]) -> list[dict[str, nn.Linear]]:
+    """Layers grouped by the tensor they read, in order of execution (q, k, v together).
+
+    Layers that the first sample does not reach (experts) come last, together. More than 8 groups
+    are merged into one: each group costs a pass over the data.
+    """
+    groups: list[tuple[torch.Tensor, dict[str, nn.Linear]]] = []
+
+    def see(name, x, _mask):
+        for tensor, members in groups:
+            if tensor.data_ptr() == x.data_ptr() and tensor.shape == x.shape:
+                members[name] = layers[name]
+                return
+        groups.append((x, {name: layers[name]}))
+
+    for call, mask in calls:
+        _observe(call, layers, see, mask)
+        break
+    seen = {name for _, members in groups for name in members}
+    rest = {name: layer for name, layer in layers.items() if name not in seen}
+    stages = [members for _, members in groups] + ([rest] if rest else [])
+    return stages if len(stages) <= 8 else [layers]
 
 
 def _fitting(mask, x: torch.Tensor):

@@ -97,7 +97,7 @@ def quantize_gptq(
     size = k // groups
     w = weight.detach().t().float().contiguous()  # [K, N]
     hessian = hessian.to(w.device, torch.float32).clone()
-    w = _silence_dead(w, hessian)
+    _silence_dead(hessian)
     grids = _Grids(groups, n, options, w.device)
     order = None
     if options.act_order:
@@ -114,17 +114,16 @@ def quantize_gptq(
     return _assemble(q, grids, order, row_group, options), loss
 
 
-def _silence_dead(w: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+def _silence_dead(hessian: torch.Tensor) -> None:
     """Inputs that were always 0 carry no error: unit diagonal, so that the factor exists.
 
     NOTE: their weights are kept and rounded to nearest (GPTQ's code zeroes them): calibration may
     have missed inputs that matter later. They do not influence any other row.
     """
-    dead = torch.diagonal(hessian) == 0
+    dead = torch.diagonal(hessian) <= 0
     if bool(dead.all()):
         raise ValueError("calibration inputs are all zero: nothing to weigh the errors with")
     hessian[dead, dead] = torch.diagonal(hessian)[~dead].mean()
-    return w
 
 
 def _sweep(w, factor, grids: _Grids, row_group, size: int, options: GptqOptions):

@@ -5,34 +5,58 @@ from __future__ import annotations
 import torch
 
 
-class Hessian:
-    """Running mean of 2 x x^T over tokens, float32 [K, K].
+class Moments:
+    """Running mean over tokens of x, 2 x x^T and, with a reference r, of r and 2 r x^T (float32).
 
-    Sequences may have any length; every token counts the same, so padding must be left out (`mask`)
-    rather than fed in. Memory is K * K * 4 bytes whatever the amount of data.
+    x is the input a layer sees in the quantised model, r the one of the original model. Sequences
+    may have any length; every token counts the same, so padding must be left out (`mask`) rather
+    than fed in. Memory is K * K * 4 bytes, twice that with a reference, whatever the amount of data.
     """
 
-    def __init__(self, k: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, k: int, device: torch.device | str = "cpu", reference: bool = False) -> None:
         self.matrix = torch.zeros((k, k), dtype=torch.float32, device=device)
+        self.mean = torch.zeros(k, dtype=torch.float32, device=device)
+        self.cross = torch.zeros_like(self.matrix) if reference else None  # 2 r x^T
+        self.reference_mean = torch.zeros_like(self.mean) if reference else None
         self.tokens = 0
 
-    def add(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Add inputs [..., K]; `mask` bool [...] keeps the tokens that are not padding."""
-        k = self.matrix.shape[0]
+    def _rows(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        k = self.mean.numel()
         if x.shape[-1] != k:
             raise ValueError(f"calibration input has {x.shape[-1]} features; k={k} is required")
         x = x.detach().reshape(-1, k)
         if mask is not None and mask.numel() == x.shape[0]:
             x = x[mask.reshape(-1).to(x.device, torch.bool)]
-        if not x.shape[0]:
-            return
-        x = x.to(self.matrix.device, torch.float32)
+        x = x.to(self.mean.device, torch.float32)
         if not bool(torch.isfinite(x).all()):
             raise ValueError("calibration input holds NaN or infinity")
+        return x
+
+    def add(self, x: torch.Tensor, mask: torch.Tensor | None = None, reference=None) -> None:
+        """Add inputs [..., K]; `mask` bool [...] keeps the tokens that are not padding."""
+        x = self._rows(x, mask)
+        if not x.shape[0]:
+            return
         total = self.tokens + x.shape[0]
         # A running mean keeps fp32 accurate for millions of tokens, where a sum would lose bits.
-        self.matrix.mul_(self.tokens / total).addmm_(x.t(), x, alpha=2.0 / total)
+        keep, weight = self.tokens / total, 1.0 / total
+        self.matrix.mul_(keep).addmm_(x.t(), x, alpha=2.0 * weight)
+        self.mean.mul_(keep).add_(x.sum(0), alpha=weight)
+        if self.cross is not None:
+            r = self._rows(reference, mask)
+            self.cross.mul_(keep).addmm_(r.t(), x, alpha=2.0 * weight)
+            self.reference_mean.mul_(keep).add_(r.sum(0), alpha=weight)
         self.tokens = total
+
+    def centre(self) -> None:
+        """Subtract the means' part: what is left to the weights when a bias takes the means."""
+        self.matrix.addr_(self.mean, self.mean, alpha=-2.0)
+        if self.cross is not None:
+            self.cross.addr_(self.reference_mean, self.mean, alpha=-2.0)
+
+    def dead(self) -> torch.Tensor:
+        """bool [K]: inputs that were 0 for every token (call before `centre`)."""
+        return torch.diagonal(self.matrix) == 0
 
 
 def inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
@@ -41,8 +65,7 @@ def inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
     damp is percdamp * mean(diag H). A matrix that is still singular gets ten times the damping,
     up to five times, rather than falling back to plain rounding in silence.
     """
-    diagonal = torch.diagonal(hessian)
-    mean = float(diagonal.mean())
+    mean = float(torch.diagonal(hessian).mean())
     if not mean > 0 or percdamp < 0:
         raise ValueError(
             f"the Hessian is empty (mean diagonal {mean:g}) or percdamp={percdamp} < 0"
@@ -59,3 +82,18 @@ def inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
                 return upper
         damp *= 10
     raise ValueError("the Hessian is not positive definite even with 10^5 times the damping")
+
+
+def matched_weight(weight: torch.Tensor, moments: Moments, percdamp: float) -> torch.Tensor:
+    """Weight [N, K] that on the quantised model's inputs best gives the original layer's outputs.
+
+    Ridge regression towards the original: W + W (C - H) (H + damp I)^-1, C = 2 r x^T, H = 2 x x^T.
+    GPTQ then rounds this one, so that a layer makes up for the errors of the layers before it.
+    """
+    damped = moments.matrix.clone()
+    torch.diagonal(damped).add_(max(percdamp, 1e-4) * float(torch.diagonal(damped).mean()))
+    lower, info = torch.linalg.cholesky_ex(damped)
+    if int(info):
+        return weight
+    change = weight.float() @ (moments.cross - moments.matrix)
+    return weight.float() + torch.cholesky_solve(change.t(), lower).t()

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
-import time
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-from ..formats.weight import QuantizedWeight, check_group_size
+from ..formats.weight import check_group_size
 from . import calibration as cal
-from .gptq import GptqOptions, quantize_gptq
-from .hessian import Hessian
+from .gptq import GptqOptions
 from .report import LayerReport, ModelReport
 from .resume import ResumeFolder
-from .rtn import quantize_rtn
+from .worker import LayerWorker
 
 DEFAULT_SKIP = ("lm_head",)
-HESSIAN_BYTES = 2 << 30  # second moments kept at a time when blocks cannot be run on their own
+MOMENT_BYTES = 2 << 30  # second moments kept at a time when blocks cannot be run on their own
 
 
 def select_layers(
@@ -74,82 +73,13 @@ def check_layers(
     return {name: layer for name, layer in layers.items() if name not in bad}
 
 
-class _LayerWorker:
-    """Quantises single layers and writes the rounded weights back for the layers behind."""
-
-    def __init__(self, method: str, options: GptqOptions, rtn_clip, resume: ResumeFolder) -> None:
-        self.method, self.options, self.rtn_clip = method, options, rtn_clip
-        self.resume = resume
-        self.packed: dict = {}
-
-    def finished(self, name: str, layer: nn.Linear) -> LayerReport | None:
-        """Take a layer from the resume folder, if it is there."""
-        found = self.resume.load(name)
-        if found is None:
-            return None
-        from ..reference import dequantize
-
-        self.packed[name], report = found
-        self._write_back(layer, dequantize(self.packed[name], torch.float32))
-        return report
-
-    def run(self, name: str, layer: nn.Linear, hessian: Hessian | None) -> LayerReport:
-        """Quantise one layer; rtn where no calibration token reached it."""
-        start = time.perf_counter()
-        weight, method, loss, note = self._quantise(layer, hessian)
-        dense = weight.dequantize()
-        original = layer.weight.detach().t().float()
-        error = float((dense - original).norm() / original.norm().clamp_min(1e-30))
-        self._write_back(layer, dense)
-        packed = weight.to_packed()
-        if layer.weight.dtype in (torch.float16, torch.bfloat16):
-            packed.dtype = layer.weight.dtype
-        self.packed[name] = packed.to("cpu")
-        report = LayerReport(
-            name,
-            layer.out_features,
-            layer.in_features,
-            method,
-            self.options.group_size,
-            error,
-            loss,
-            hessian.tokens if hessian else 0,
-            time.perf_counter() - start,
-            note,
-        )
-        self.resume.save(name, self.packed[name], report)
-        return report
-
-    def _quantise(self, layer, hessian) -> tuple[QuantizedWeight, str, float | None, str]:
-        if self.method == "gptq" and hessian is not None and hessian.tokens:
-            dead = int((torch.diagonal(hessian.matrix) == 0).sum())
-            if dead < layer.in_features:
-                weight, loss = quantize_gptq(layer.weight, hessian.matrix, self.options)
-                return weight, "gptq", loss, f"{dead} inputs always 0" if dead else ""
-        options = self.options
-        weight = quantize_rtn(
-            layer.weight.detach(),
-            options.group_size,
-            symmetric=options.symmetric,
-            clip=self.rtn_clip,
-            scale_dtype=options.scale_dtype,
-        )
-        note = "no calibration token reached it" if self.method == "gptq" else ""
-        return weight, "rtn", None, note
-
-    @staticmethod
-    @torch.no_grad()
-    def _write_back(layer: nn.Linear, dense: torch.Tensor) -> None:
-        layer.weight.data.copy_(dense.t())
-
-
 def _stages(layers: dict[str, nn.Linear]) -> list[dict[str, nn.Linear]]:
-    """Layers in order, cut so that the second moments of one stage fit HESSIAN_BYTES."""
+    """Layers in order, cut so that the second moments of one stage fit MOMENT_BYTES."""
     stages: list[dict[str, nn.Linear]] = [{}]
     size = 0
     for name, layer in layers.items():
         need = 4 * layer.in_features**2
-        if stages[-1] and size + need > HESSIAN_BYTES:
+        if stages[-1] and size + need > MOMENT_BYTES:
             stages.append({})
             size = 0
         stages[-1][name] = layer
@@ -160,11 +90,13 @@ def _stages(layers: dict[str, nn.Linear]) -> list[dict[str, nn.Linear]]:
 class _Pass:
     """One run over the model: decides what runs together and advances the progress bar."""
 
-    def __init__(self, worker: _LayerWorker, report: ModelReport, tick) -> None:
+    def __init__(self, worker: LayerWorker, report: ModelReport, tick) -> None:
         self.worker, self.report, self.tick = worker, report, tick
 
-    def stage(self, calls: cal.Calls | None, layers: dict[str, nn.Linear]) -> None:
-        """Quantise `layers`, whose inputs `calls` produces (None: no data needed)."""
+    def stage(
+        self, streams: cal.Streams | None, layers: dict, originals: dict | None = None
+    ) -> None:
+        """Quantise `layers`, whose inputs `streams` produce (None: no data needed)."""
         todo = {}
         for name, layer in layers.items():
             done = self.worker.finished(name, layer)
@@ -172,10 +104,13 @@ class _Pass:
                 todo[name] = layer
             else:
                 self._report(done)
-        hessians = cal.collect_hessians(calls, todo) if calls is not None and todo else {}
+        moments = {}
+        if streams is not None and todo:
+            paired = None if originals is None else {name: originals[name] for name in todo}
+            moments = cal.collect_moments(streams, todo, paired)
         for name, layer in todo.items():
-            # pop: a layer's second moments are freed as soon as it is done.
-            self._report(self.worker.run(name, layer, hessians.pop(name, None)))
+            # pop: a layer's moments are freed as soon as it is done.
+            self._report(self.worker.run(name, layer, moments.pop(name, None)))
 
     def _report(self, layer: LayerReport) -> None:
         self.report.layers.append(layer)
@@ -185,20 +120,46 @@ class _Pass:
         """Run blocks one after the other on cached hidden states; returns the layers done."""
         done: set[str] = set()
         current = cal.capture_block_calls(calls, blocks[0][1])
-        for i, (name, _block) in enumerate(blocks):
+        original = cal.Calls(None, current.samples, current.device)
+        for i, (name, block) in enumerate(blocks):
             inside = {n: m for n, m in layers.items() if n.startswith(name + ".")}
-            for stage in _stages(inside):
-                self.stage(current, stage)
             done |= inside.keys()
-            if i + 1 < len(blocks):
+            last = i + 1 == len(blocks)
+            if self.worker.compensate:
+                original = self._compensated(name, block, current, original, inside, last)
+            else:
+                for stage in _stages(inside):
+                    self.stage(cal.Streams(current), stage)
+            if not last:
                 current = cal.advance(current, blocks[i + 1][1])
         return done
 
+    def _compensated(self, name, block, current, original, inside, last) -> cal.Calls:
+        """One block in order of execution, against a copy of the original on original inputs.
 
-def _settings(method, options: GptqOptions, clip, layers, samples: int) -> dict:
+        Returns the original's calls for the next block.
+        """
+        copied = copy.deepcopy(block)
+        original = cal.Calls(copied, original.samples, original.device)
+        twins = {n: copied.get_submodule(n.removeprefix(name + ".")) for n in inside}
+        streams = cal.Streams(current, original)
+        for group in cal.execution_order(current, inside):
+            for stage in _stages(group):
+                self.stage(streams, stage, twins)
+        return original if last else cal.advance(original, None)
+
+
+def _settings(method, options: GptqOptions, clip, compensate, layers, samples: int) -> dict:
     names = hashlib.sha256("\n".join(sorted(layers)).encode()).hexdigest()[:16]
     plain = {k: str(v) for k, v in vars(options).items()}
-    return {**plain, "method": method, "rtn_clip": str(clip), "layers": names, "samples": samples}
+    return {
+        **plain,
+        "method": method,
+        "rtn_clip": str(clip),
+        "compensate": compensate,
+        "layers": names,
+        "samples": samples,
+    }
 
 
 def quantize_model(
@@ -211,6 +172,7 @@ def quantize_model(
     clip: str | bool | None = "auto",
     percdamp: float = 0.1,
     act_order: bool | str = False,
+    compensate: bool = True,
     scale_dtype: torch.dtype | None = None,
     skip: Sequence[str] = DEFAULT_SKIP,
     on_illegal: str = "raise",
@@ -221,6 +183,9 @@ def quantize_model(
 
     calibration: samples the model is called with: tensors, tuples or dicts, of any length; tokens
     that an `attention_mask` leaves out do not count. Needed for gptq only.
+    compensate: (gptq) quantise in order of execution, let each layer aim at the original model's
+    outputs on inputs that carry the errors so far, and take the mean error into the bias where
+    there is one. False is the plain recipe; it needs half the time.
     skip: path components or "re:..." that stay as they are. on_illegal: "raise" names every layer
     the group size does not fit before any work is done, "skip" leaves them. resume: folder that
     keeps finished layers. Other arguments as in `quantize`; scale_dtype None follows the weights.
@@ -245,8 +210,10 @@ def quantize_model(
     search = clip in ("auto", True)
     options = GptqOptions(group_size, symmetric, search, percdamp, act_order, scale_dtype)
     rtn_clip = "mse" if clip in ("mse", True) else None
-    folder = ResumeFolder(resume, _settings(method, options, rtn_clip, layers, len(samples)))
-    worker = _LayerWorker(method, options, rtn_clip, folder)
+    folder = ResumeFolder(
+        resume, _settings(method, options, rtn_clip, compensate, layers, len(samples))
+    )
+    worker = LayerWorker(method, options, rtn_clip, compensate, folder)
     with cal.evaluation_mode(model), _progress(progress, len(layers)) as tick:
         _run(model, samples if method == "gptq" else None, layers, _Pass(worker, report, tick))
     _replace(model, worker.packed)
@@ -264,7 +231,7 @@ def _run(model, samples, layers, work: _Pass) -> None:
         done = work.blocks(calls, blocks, layers)
     rest = {name: layer for name, layer in layers.items() if name not in done}
     for stage in _stages(rest):
-        work.stage(calls, stage)
+        work.stage(cal.Streams(calls), stage)
 
 
 def _replace(model: nn.Module, packed: dict) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from torch import Tensor
+
 from ..packed_weight import PackedWeight
 from .report import LayerReport
 
@@ -38,20 +40,25 @@ class ResumeFolder:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def load(self, name: str) -> tuple[PackedWeight, LayerReport] | None:
-        """A layer finished in an earlier run, or None."""
+    def load(self, name: str) -> tuple[PackedWeight, Tensor | None, LayerReport] | None:
+        """(weight, bias, report) of a layer finished in an earlier run, or None."""
         if self.folder is None or not self._path(name).exists():
             return None
-        from ..files import load_with_metadata
+        from ..files import SINGLE, load_with_metadata
 
-        weight, metadata = load_with_metadata(self._path(name))
-        return weight, LayerReport(**json.loads(metadata["report"]))
+        found, metadata = load_with_metadata(self._path(name))
+        report = LayerReport(**json.loads(metadata["report"]))
+        if isinstance(found, PackedWeight):
+            return found, None, report
+        return found[SINGLE], found["bias"], report
 
-    def save(self, name: str, weight: PackedWeight, report: LayerReport) -> None:
+    def save(
+        self, name: str, weight: PackedWeight, bias: Tensor | None, report: LayerReport
+    ) -> None:
         """Keep a finished layer; the file appears whole or not at all."""
         if self.folder is None:
             return
-        from ..files import save
+        from ..files import SINGLE, save
 
-        text = json.dumps(report.__dict__)
-        save(weight, self._path(name), metadata={"report": text})
+        content = {SINGLE: weight} if bias is None else {SINGLE: weight, "bias": bias}
+        save(content, self._path(name), metadata={"report": json.dumps(report.__dict__)})

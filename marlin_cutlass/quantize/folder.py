@@ -1,0 +1,112 @@
+"""A Hugging Face folder in floating point -> a folder of packed weights, with calibration (gptq)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from .report import ModelReport
+
+MAX_TOKENS = 4096  # natural length up to this (paper.md a.7)
+
+
+def read_texts(path: str | Path) -> list[str]:
+    """Calibration texts: one per line, or JSON lines with a "text" entry; empty lines are left out."""
+    path = Path(path)
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        line = line.strip()
+        if not line or path.suffix != ".jsonl":
+            texts.append(line)
+            continue
+        try:
+            texts.append(json.loads(line)["text"])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f'{path}:{number} is not a JSON object with a "text" entry') from None
+    texts = [text for text in texts if text]
+    if not texts:
+        raise ValueError(f"{path} holds no calibration text")
+    return texts
+
+
+def load_transformers(folder: Path, empty: bool = False):
+    """(model, tokenizer) of a folder by transformers, offline; empty: (model with no weights, None)
+    to be filled by `load_model`."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"method=gptq on a folder needs transformers: {error}; pip install transformers"
+        ) from None
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    names = getattr(config, "architectures", None) or []
+    cls = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
+    cls = cls or transformers.AutoModel
+    if empty:
+        # Not on meta: buffers that a model computes while it is built would have no values there.
+        return cls._from_config(config), None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return cls.from_pretrained(folder, local_files_only=True, dtype="auto"), tokenizer
+
+
+def quantize_folder(
+    src: str | Path,
+    dst: str | Path,
+    texts: Sequence[str],
+    *,
+    overwrite: bool = False,
+    **options,
+) -> ModelReport:
+    """Load `src` with transformers, run `quantize_model` on `texts`, write `dst` atomically.
+
+    options: as in `quantize_model`. The model must fit memory, unlike `convert_checkpoint`.
+    """
+    from ..checkpoint import _new_folder
+    from ..files import save
+    from .model import quantize_model
+
+    src, dst = Path(src), Path(dst)
+    if dst.exists() and not overwrite and any(dst.iterdir()):
+        raise FileExistsError(f"{dst} exists and is not empty: pass overwrite=True (--overwrite)")
+    model, tokenizer = load_transformers(src)
+    samples = [
+        dict(tokenizer(t, return_tensors="pt", truncation=True, max_length=MAX_TOKENS))
+        for t in texts
+    ]
+    report = quantize_model(model, samples, **options)
+    with _new_folder(dst) as folder:
+        save(model, folder / "model.safetensors")
+        _write_config(model, src, folder, report, options)
+    return report
+
+
+def _write_config(model, src: Path, folder: Path, report: ModelReport, options: dict) -> None:
+    from ..checkpoint import SKIP_FILES, SKIP_SUFFIXES
+    from ..checkpoint_plan import FORMAT_NAME
+    from ..files import FORMAT_VERSION
+    from ..layout import LAYOUT_VERSION
+    from ..nn import QuantLinear
+
+    layers = {
+        name: m.weight_packed.metadata() | {"act_order": m.perm is not None}
+        for name, m in model.named_modules()
+        if isinstance(m, QuantLinear)
+    }
+    config = json.loads((src / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": FORMAT_NAME,
+        "format_version": FORMAT_VERSION,
+        "layout_version": LAYOUT_VERSION,
+        "source_format": "dense",
+        "bits": 4,
+        "group_size": options.get("group_size", 128),
+        "modules_to_not_convert": sorted(report.skipped),
+        "layers": layers,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "quantize_report.json").write_text(report.to_json())
+    for path in src.iterdir():
+        if path.is_file() and path.name not in SKIP_FILES and path.suffix not in SKIP_SUFFIXES:
+            shutil.copy2(path, folder / path.name)

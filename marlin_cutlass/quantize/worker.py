@@ -1,0 +1,111 @@
+"""One layer at a time: moments in, packed weight and corrected bias out, rounded weight back."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from ..formats.weight import QuantizedWeight
+from .gptq import GptqOptions, quantize_gptq
+from .hessian import Moments, matched_weight
+from .report import LayerReport
+from .resume import ResumeFolder
+from .rtn import quantize_rtn
+
+
+class LayerWorker:
+    """Quantises single layers and writes the rounded weights back for the layers behind."""
+
+    def __init__(
+        self, method: str, options: GptqOptions, rtn_clip, compensate: bool, resume: ResumeFolder
+    ) -> None:
+        self.method, self.options, self.rtn_clip = method, options, rtn_clip
+        self.compensate, self.resume = compensate, resume
+        self.packed: dict = {}
+
+    def finished(self, name: str, layer: nn.Linear) -> LayerReport | None:
+        """Take a layer from the resume folder, if it is there."""
+        found = self.resume.load(name)
+        if found is None:
+            return None
+        from ..reference import dequantize
+
+        self.packed[name], bias, report = found
+        self._write_back(layer, dequantize(self.packed[name], torch.float32), bias)
+        return report
+
+    def run(self, name: str, layer: nn.Linear, moments: Moments | None) -> LayerReport:
+        """Quantise one layer; rtn where no calibration token reached it."""
+        start = time.perf_counter()
+        tokens = moments.tokens if moments else 0
+        weight, bias, method, loss, note = self._quantise(layer, moments)
+        dense = weight.dequantize()
+        original = layer.weight.detach().t().float()
+        error = float((dense - original).norm() / original.norm().clamp_min(1e-30))
+        self._write_back(layer, dense, bias)
+        packed = weight.to_packed()
+        if layer.weight.dtype in (torch.float16, torch.bfloat16):
+            packed.dtype = layer.weight.dtype
+        self.packed[name] = packed.to("cpu")
+        seconds = time.perf_counter() - start
+        report = LayerReport(
+            name,
+            layer.out_features,
+            layer.in_features,
+            method,
+            self.options.group_size,
+            error,
+            loss,
+            tokens,
+            seconds,
+            note,
+        )
+        self.resume.save(name, self.packed[name], bias, report)
+        return report
+
+    def _quantise(self, layer: nn.Linear, moments: Moments | None):
+        """(codes, new bias or None, method, loss, note)."""
+        if self.method != "gptq":
+            return self._rtn(layer), None, "rtn", None, ""
+        if moments is None or not moments.tokens:
+            return self._rtn(layer), None, "rtn", None, "no calibration token reached it"
+        dead = int(moments.dead().sum())
+        if dead == layer.in_features:
+            return self._rtn(layer), None, "rtn", None, "its inputs are always 0"
+        weight, bias, loss = self._gptq(layer, moments)
+        return weight, bias, "gptq", loss, f"{dead} inputs always 0" if dead else ""
+
+    def _gptq(self, layer: nn.Linear, moments: Moments):
+        original = layer.weight.detach().float()
+        centred = self.compensate and layer.bias is not None
+        if centred:
+            # The bias will absorb the mean error exactly; the weights need not care about it.
+            moments.centre()
+        target = original
+        if self.compensate and moments.cross is not None:
+            target = matched_weight(original, moments, self.options.percdamp)
+        weight, loss = quantize_gptq(target, moments.matrix, self.options)
+        if not centred:
+            return weight, None, loss
+        wanted = moments.mean if moments.reference_mean is None else moments.reference_mean
+        shift = original @ wanted - weight.dequantize().t() @ moments.mean
+        return weight, (layer.bias.detach().float() + shift).to(layer.bias.dtype), loss
+
+    def _rtn(self, layer: nn.Linear) -> QuantizedWeight:
+        options = self.options
+        return quantize_rtn(
+            layer.weight.detach(),
+            options.group_size,
+            symmetric=options.symmetric,
+            clip=self.rtn_clip,
+            scale_dtype=options.scale_dtype,
+        )
+
+    @staticmethod
+    @torch.no_grad()
+    def _write_back(layer: nn.Linear, dense: torch.Tensor, bias: torch.Tensor | None) -> None:
+        layer.weight.data.copy_(dense.t())
+        if bias is not None:
+            layer.bias.data.copy_(bias)
