@@ -42,28 +42,38 @@ class Measurement:
     group_size: int = 128
     dtype: str = "f16"
     zeros: bool = False
+    us_pdl: float | None = None  # in a chain with programmatic dependent launch
+    cubin: str = ""  # first digits of the sha256 of what was timed
 
     @property
     def format(self) -> Format:
         return self.dtype, self.zeros, self.group_size
 
+    @property
+    def decisive_us(self) -> float:
+        """A call in a model lies between a chain with dependent launch and one without."""
+        return self.us if self.us_pdl is None else (self.us + self.us_pdl) / 2
+
 
 def read_measurements(arch: Arch, folder: Path = TUNING) -> list[Measurement]:
     """All measurements of `arch`, in file and declaration order.
 
-    A file is {"arch", "gpu", "date", "entries": [{"sms", "n", "k", "m", "geometry", "us"}]}. Raises
-    ValueError naming file and entry for anything malformed.
+    A file is {"arch", "gpu", "date", "entries": [{"sms", "n", "k", "m", "geometry", "us"}]}; an
+    entry may have the other fields of Measurement and a date of its own. `marlin-cutlass tune`
+    writes it. Raises ValueError naming file and entry for anything malformed.
     """
     found = []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
         if data.get("arch") != arch.name:
             continue
-        source = f"measured {data['gpu']} {data['date']}"
+        gpu = data["gpu"].removeprefix("NVIDIA ")
         for i, entry in enumerate(data["entries"]):
             try:
                 Geometry.parse(entry["geometry"])
-                found.append(Measurement(**entry, source=source))
+                fields = {key: value for key, value in entry.items() if key != "date"}
+                date = entry.get("date", data["date"])[:10]
+                found.append(Measurement(**fields, source=f"measured {gpu} {date}"))
             except (TypeError, KeyError, ValueError) as error:
                 raise ValueError(f"{path.name}, entry {i}: {error}") from error
     return found
@@ -91,7 +101,7 @@ def _fastest(measurements: list[Measurement], variants: frozenset[str]) -> list[
     for x in measurements:
         variant = Geometry.parse(x.geometry).with_format(x.dtype, x.zeros, x.group_size)
         key = (x.sms, x.n, x.k, x.m, x.dtype, x.zeros, x.group_size)
-        if variant.name in variants and (key not in best or x.us < best[key].us):
+        if variant.name in variants and (key not in best or x.decisive_us < best[key].decisive_us):
             best[key] = x
     return list(best.values())
 
