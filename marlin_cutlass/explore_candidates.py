@@ -1,0 +1,72 @@
+"""Which built kernels are worth timing for a shape: the cost model and the row tile decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from generator.arch import GPUS, Arch, Gpu
+from generator.cost import estimate, reference_gpu
+from generator.problem import ProblemShape, ceil_div
+from generator.variant import Variant
+
+MARGIN = 1.6  # kept: predicted within this factor of the best prediction
+SMALL_TILE = 16  # a tile of 16 rows is sensible even for one row: it reads the same weights
+MAX_ROW_TILES = 4  # more small tiles than this dequantise the weight too often ...
+LARGE_TILE = 64  # ... unless the tile is this large anyway
+
+
+def gpu_for(name: str, arch: Arch, sms: int) -> Gpu:
+    """The modelled GPU whose name is part of `name` ("NVIDIA H200"), else the one that stands for
+    `arch`."""
+    named = [g for g in GPUS.values() if g.arch == arch.name and g.name in name]
+    return max(named, key=lambda g: len(g.name)) if named else reference_gpu(arch, sms)
+
+
+def gpu_named(name: str) -> Gpu:
+    """The modelled GPU called `name`, in any spelling; ValueError lists them."""
+    wanted = name.lower().replace(" ", "").replace("_", "").removeprefix("rtx")
+    for gpu in GPUS.values():
+        if gpu.name.lower().replace(" ", "").removeprefix("rtx") == wanted:
+            return gpu
+    raise ValueError(f"gpu={name!r} is not one of {', '.join(GPUS)}")
+
+
+def sensible_rows(m: int, m_tile: int) -> bool:
+    """Whether a row tile suits m rows: at most twice the rows are computed, in few tiles."""
+    tiles = ceil_div(m, m_tile)
+    return tiles * m_tile <= max(SMALL_TILE, 2 * m) and (
+        tiles <= MAX_ROW_TILES or m_tile >= LARGE_TILE
+    )
+
+
+def predictions(problem: ProblemShape, variants: Iterable[Variant], gpu: Gpu) -> dict[str, float]:
+    """Modelled microseconds by name, for the variants that have the problem's format."""
+    fmt = (problem.dtype, problem.zeros, problem.kernel_group_size)
+    mine = [v for v in variants if (v.dtype, v.zeros, v.group_size) == fmt]
+    return {v.name: estimate(problem, v, gpu).total for v in mine}
+
+
+def candidates(
+    problem: ProblemShape,
+    variants: Iterable[Variant],
+    gpu: Gpu,
+    *,
+    margin: float = MARGIN,
+    keep: Iterable[str] = (),
+    top: int | None = None,
+) -> dict[str, float]:
+    """Names of what to time with the predicted us, best prediction first.
+
+    keep: names that stay whatever the model says, such as the table's choice. top: at most so many
+    besides those.
+    """
+    if margin < 1:
+        raise ValueError(f"margin={margin} must be at least 1")
+    variants = list(variants)
+    predicted = predictions(problem, variants, gpu)
+    tiles = {v.name: v.m_tile for v in variants}
+    fitting = [n for n in predicted if sensible_rows(problem.m, tiles[n])] or list(predicted)
+    fitting.sort(key=lambda name: predicted[name])
+    near = [n for n in fitting if predicted[n] <= margin * predicted[fitting[0]]][:top]
+    names = dict.fromkeys([*near, *(n for n in keep if n in predicted)])
+    return {name: predicted[name] for name in names}
