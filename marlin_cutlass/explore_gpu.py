@@ -28,7 +28,8 @@ class _Graph:
 class GpuTimer:
     """Times kernels of the loaded table by name (see explore_measure.Timer)."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: str = "cuda") -> None:
+        self.place = place
         self.launcher = library.load()
         env = environment()
         capability = torch.cuda.get_device_capability()
@@ -50,16 +51,16 @@ class GpuTimer:
         self.close()
         self.fmt, self.n, self.k = fmt, n, k
         dtype = TORCH_DTYPES[fmt.dtype]
-        q, scales = make_weight(n, k, group_size=fmt.group_size, dtype=dtype)
+        q, scales = make_weight(n, k, group_size=fmt.group_size, dtype=dtype, device=self.place)
         zeros = torch.randint_like(scales, 0, 17).to(torch.uint8) if fmt.zeros else None
         packed = pack(q, scales, zeros, group_size=fmt.group_size)
         count = copies_for(packed.packed.numel(), self.device.l2_bytes)
         self.weights = [packed] + [packed.clone() for _ in range(count - 1)]
-        gen = torch.Generator(device="cuda").manual_seed(max_m)
-        a = torch.randn(max_m, k, device="cuda", generator=gen) * 0.5
+        gen = torch.Generator(device=self.place).manual_seed(max_m)
+        a = torch.randn(max_m, k, device=self.place, generator=gen) * 0.5
         self.a = a.to(dtype)
         self.reference = self._product(q, scales, zeros)
-        self.out = torch.empty(max_m, n, device="cuda", dtype=dtype)
+        self.out = torch.empty(max_m, n, device=self.place, dtype=dtype)
         torch.cuda.synchronize()
         return count
 

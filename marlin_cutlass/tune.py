@@ -25,6 +25,9 @@ from typing import Annotated
 
 import typer
 
+from generator.arch import ARCHS
+from generator.problem import ProblemShape
+from generator.variant import Variant
 from marlin_cutlass import dispatch
 from marlin_cutlass.explore_candidates import MARGIN, candidates, gpu_for
 from marlin_cutlass.explore_measure import (
@@ -45,13 +48,6 @@ from marlin_cutlass.explore_shapes import (
     plan_shapes,
 )
 from marlin_cutlass.explore_tuning import CUBIN_DIGITS, TuningFile, geometry_of, score
-
-try:
-    from generator.arch import ARCHS
-    from generator.problem import ProblemShape
-    from generator.variant import Variant
-except ImportError as missing:  # an installed package has no generator
-    raise ImportError(f"tune needs a source checkout with generator/: {missing}") from None
 
 ANCHORS = 2  # known candidates measured again beside new ones, so that both saw the same clock
 CHECKED = 3  # rivals of the table's choice that --check measures
@@ -509,4 +505,6 @@ def _check(tuner: Tuner, shapes, ms, budget: float | None, path: Path | None) ->
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m marlin_cutlass.tune")
+    from marlin_cutlass.cli import app as whole
+
+    whole(["tune", *sys.argv[1:]], prog_name="python -m marlin_cutlass")
