@@ -1,0 +1,48 @@
+"""vLLM plugin: entry point `vllm.general_plugins`, name `marlin_cutlass`.
+
+`register` adds a *kernel* that serves the INT4 linear layers of checkpoints which vLLM loads itself
+(GPTQ, AWQ, compressed-tensors): with MARLIN_CUTLASS_VLLM=1 it is asked first, else only when no
+other kernel will do.
+
+vLLM calls `register` in every process, perhaps more than once.
+"""
+
+from __future__ import annotations
+
+import os
+
+ENVIRONMENT = "MARLIN_CUTLASS_VLLM"  # "1": before vLLM's kernels; "0": not at all; else: after them
+
+
+def register() -> None:
+    """Registers the kernel with vLLM; calling it again changes nothing."""
+    choice = os.environ.get(ENVIRONMENT, "")
+    if choice == "0":
+        return
+    register_kernel(first=choice == "1")
+
+
+def register_kernel(first: bool, platform: object | None = None) -> type:
+    """Put the kernel into vLLM's list for `platform` (a PlatformEnum; default CUDA); returns its class.
+
+    first: before every other kernel; else at the end. Also makes it a choice of
+    `--linear-backend cutlass`, which would otherwise drop it.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    from .vllm_kernel import McW4A16LinearKernel
+
+    platform = PlatformEnum.CUDA if platform is None else platform
+    # NOTE: private names of vLLM 0.33; `register_linear_kernel` is the public way, but only appends.
+    known = linear._POSSIBLE_KERNELS.setdefault(platform, [])
+    if McW4A16LinearKernel in known:
+        known.remove(McW4A16LinearKernel)
+    if first:
+        known.insert(0, McW4A16LinearKernel)
+    else:
+        linear.register_linear_kernel(McW4A16LinearKernel, platform, "mp")
+    backends = getattr(linear, "_LINEAR_BACKEND_KERNEL_MAP", {})
+    if "cutlass" in backends:
+        backends["cutlass"].add(McW4A16LinearKernel)
+    return McW4A16LinearKernel
