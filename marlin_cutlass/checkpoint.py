@@ -2,8 +2,8 @@
 floating point, becomes a folder of packed weights. Streaming, parallel, atomic.
 
 The output keeps the shards of the input. A layer `x` becomes `x.packed`, `x.col_scale` and, with
-act-order, `x.perm`; every other tensor is copied byte for byte. config.json and each file's metadata
-carry the format's name and version and the form of every layer.
+act-order, `x.perm`; every other tensor is copied byte for byte. config.json and each file's
+metadata carry the format's name and version and the form of every layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -22,16 +22,9 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint_plan import (
-    EMBEDDING,
-    FORMAT_NAME,
-    INDEX_NAME,
-    LayerPlan,
-    Plan,
-    Scheme,
-    make_plan,
-)
+from .checkpoint_plan import EMBEDDING, INDEX_NAME, LayerPlan, Plan, make_plan
 from .checkpoint_read import read_layer, read_tensor
+from .checkpoint_scheme import FORMAT_NAME, Scheme
 from .files import FORMAT_VERSION, format_metadata
 from .layout import LAYOUT_VERSION, stored_group_size
 from .packed_weight import PackedWeight
@@ -287,76 +280,3 @@ def _bar(show: bool, total: int):
     from .quantize.model import _progress
 
     return _progress(show, total, "convert")
-
-
-def verify_checkpoint(
-    src: str | Path, dst: str | Path, tick: Callable[[str], None] = lambda _: None
-) -> dict[str, float]:
-    """Dequantise both sides, layer by layer: largest |difference| relative to the largest |weight|.
-
-    A floating-point source gives the quantisation error instead. Copied tensors must be equal
-    bytes. Raises ValueError naming layers or tensors that are absent on one side.
-    """
-    from .reference import dequantize
-    from .safetensors_stream import read_header
-
-    dst = Path(dst)
-    where = {t: f for f in dst.glob("*.safetensors") for t in read_header(f)[0]}
-    forms = json.loads((dst / "config.json").read_text())["quantization_config"]["layers"]
-    plan = make_plan(Path(src))
-    if plan.scheme.name == "dense":
-        _dense_from_forms(plan, forms)
-    absent = sorted({x.name for x in plan.layers} ^ set(forms))
-    absent += sorted(t for t in plan.passed if t not in where)
-    if absent:
-        raise ValueError(f"{src} and {dst} hold different tensors: {', '.join(absent[:8])}")
-    errors = {}
-    for layer in plan.layers:
-        for i, weight in enumerate(_originals(plan, layer)):
-            packed = _load_layer(layer, forms[layer.name], where, i)
-            difference = float((dequantize(packed, torch.float32) - weight).abs().max())
-            error = difference / max(float(weight.abs().max()), 1e-30)
-            errors[layer.name] = max(error, errors.get(layer.name, 0.0))
-        tick(layer.name)
-    _compare_passed(plan, where)
-    return errors
-
-
-def _dense_from_forms(plan: Plan, forms: dict) -> None:
-    for name in forms:
-        tensor = f"{name}.weight"
-        if tensor in plan.passed:
-            shard = plan.passed.pop(tensor)
-            n, k = plan.info(tensor, shard).shape
-            plan.layers.append(LayerPlan(name, {"weight": (tensor, shard)}, plan.scheme, (k, n)))
-
-
-def _originals(plan: Plan, layer: LayerPlan) -> Iterator[torch.Tensor]:
-    if layer.scheme.name == "dense":
-        tensor, shard = layer.tensors["weight"]
-        yield read_tensor(plan.folder / shard, plan.info(tensor, shard)).float().t()
-    else:
-        for weight in read_layer(plan, layer):
-            yield weight.dequantize()
-
-
-def _load_layer(layer: LayerPlan, form: dict, where: dict, expert: int) -> PackedWeight:
-    from .safetensors_stream import read_header
-
-    state = {}
-    for role in ("packed", "col_scale", "perm"):
-        name = f"{layer.name}.{role}"
-        if name in where:
-            tensor = read_tensor(where[name], read_header(where[name])[0][name])
-            state[role] = tensor[expert].contiguous() if layer.experts is not None else tensor
-    return PackedWeight.from_state({**state, "metadata": form})
-
-
-def _compare_passed(plan: Plan, where: dict) -> None:
-    from .safetensors_stream import read_header
-
-    for tensor, shard in plan.passed.items():
-        ours = read_tensor(where[tensor], read_header(where[tensor])[0][tensor])
-        theirs = read_tensor(plan.folder / shard, plan.info(tensor, shard))
-        if not torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
-            raise ValueError(f"tensor {tensor} differs between the two folders")

@@ -1,4 +1,4 @@
-"""Reading the layers of a planned checkpoint, one at a time, by plain reads (no growing mappings)."""
+"""Reading the layers of a planned checkpoint, one at a time, by plain reads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .safetensors_stream import TensorInfo
 def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
     """One tensor of a safetensors file in memory of its own.
 
-    NOTE: not a memory map: pages of a map count as memory in use until the file is closed, which for
-    a shard of 5 GB defeats the bound that streaming is for.
+    NOTE: not a memory map: pages of a map count as memory in use until the file is closed, which
+    for a shard of 5 GB defeats the bound that streaming is for.
     """
     size = info.stop - info.start
     if not size:

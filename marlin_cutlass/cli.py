@@ -19,7 +19,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+
+from .cli_print import layer_table, out, print_json, print_report
 
 app = typer.Typer(
     name="marlin-cutlass",
@@ -29,7 +30,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-out = Console()
 err = Console(stderr=True)
 
 CHECK_FAILED, USER_ERROR = 1, 2
@@ -64,7 +64,7 @@ Workers = Annotated[int, typer.Option(min=1, help="layers packed at the same tim
 
 
 def _friendly(command: Callable) -> Callable:
-    """User errors become one line on stderr and exit code 2; MARLIN_CUTLASS_DEBUG=1 shows the trace."""
+    """User errors: one line on stderr, exit code 2; MARLIN_CUTLASS_DEBUG=1 shows the trace."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -89,10 +89,6 @@ def _friendly(command: Callable) -> Callable:
 def _show_warning(message, *_args, **_kwargs) -> None:
     err.print("[yellow]warning:[/yellow]", end=" ")
     err.print(str(message), markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_json(data: Any) -> None:
-    print(data if isinstance(data, str) else json.dumps(data, indent=1))
 
 
 @app.command(epilog="Example: marlin-cutlass quantize ./model ./model-int4 -g 128 --clip mse")
@@ -137,7 +133,7 @@ def quantize(
             symmetric=not asymmetric,
             clip="mse" if clip == "mse" else None,
         )
-        return _print_report(report, target, as_json)
+        return print_report(report, target, as_json)
     if calibration is None:
         raise ValueError("--method gptq needs --calibration FILE")
     from .quantize.folder import quantize_folder, read_texts
@@ -156,7 +152,7 @@ def quantize(
         progress=not quiet,
     )
     if as_json:
-        return _print_json(result.to_json())
+        return print_json(result.to_json())
     out.print(str(result), markup=False, highlight=False, soft_wrap=True)
     out.print(f"wrote {target}", highlight=False)
 
@@ -195,22 +191,7 @@ def convert(
         progress=not quiet,
         zero_rule=zero_rule,
     )
-    _print_report(report, target, as_json)
-
-
-def _print_report(report, target: Path, as_json: bool) -> None:
-    if as_json:
-        return _print_json(report.to_json())
-    rate = report.bytes_in / max(report.seconds, 1e-9) / 1e6
-    out.print(
-        f"{report.source_format} -> marlin_cutlass: {len(report.layers)} layers packed,"
-        f" {report.passed} tensors copied, {report.bytes_in / 1e6:.1f} MB read,"
-        f" {report.bytes_out / 1e6:.1f} MB written in {report.seconds:.1f} s ({rate:.0f} MB/s)",
-        highlight=False,
-    )
-    for note in report.notes:
-        out.print(f"note: {note}", markup=False, highlight=False)
-    out.print(f"wrote {target}", highlight=False, soft_wrap=True)
+    print_report(report, target, as_json)
 
 
 @app.command(epilog="Example: marlin-cutlass inspect ./llama-mc --gpu H200 --m 1 --m 64")
@@ -233,7 +214,7 @@ def inspect(
     if gpu is not None:
         add_kernels(found, gpu, m or [1, 16, 64], dtype)
     if as_json:
-        return _print_json(to_json(found))
+        return print_json(to_json(found))
     out.print(
         f"{found.path}: {found.format}, {found.bytes / 1e6:.1f} MB, {len(found.layers)}"
         f" quantised layers, {found.other_tensors} other tensors",
@@ -241,31 +222,9 @@ def inspect(
         soft_wrap=True,
     )
     if found.layers:
-        out.print(_layer_table(found.layers))
+        out.print(layer_table(found.layers))
     for problem in (*found.problems, *found.notes):
         out.print(problem, markup=False, highlight=False, soft_wrap=True)
-
-
-def _layer_table(layers) -> Table:
-    table = Table()
-    for title in ("layer", "K", "N", "group", "zeros", "order"):
-        table.add_column(title, overflow="fold")
-    rows = sorted(layers[0].kernels)
-    for m in rows:
-        table.add_column(f"m={m}", overflow="fold")
-    word = {True: "yes", False: "-", None: "?"}
-    for x in layers:
-        name = x.name if x.experts is None else f"{x.name} (x{x.experts})"
-        table.add_row(
-            name,
-            str(x.k),
-            str(x.n),
-            str(x.group_size),
-            word[x.zeros],
-            word[x.act_order],
-            *(x.kernels[m] for m in rows),
-        )
-    return table
 
 
 @app.command(epilog="Example: marlin-cutlass verify ./llama-gptq ./llama-mc")
@@ -280,7 +239,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Dequantise both folders and compare, layer by layer; exit code 1 if any differs too much."""
-    from .checkpoint import verify_checkpoint
+    from .checkpoint_verify import verify_checkpoint
     from .inspecting import inspect_path
     from .quantize.model import _progress
 
@@ -289,7 +248,7 @@ def verify(
     bad = {name: error for name, error in errors.items() if not error <= tolerance}
     worst = max(errors.values(), default=0.0)
     if as_json:
-        _print_json({"layers": errors, "worst": worst, "tolerance": tolerance, "ok": not bad})
+        print_json({"layers": errors, "worst": worst, "tolerance": tolerance, "ok": not bad})
     else:
         for name, error in bad.items():
             out.print(f"{name}: {error:.3e}", markup=False, highlight=False)
@@ -310,39 +269,37 @@ def info(as_json: Json = False) -> None:
 
     data = build_info()
     if as_json:
-        return _print_json(json.dumps(data, indent=1, default=str))
+        return print_json(json.dumps(data, indent=1, default=str))
     for key, value in data.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         out.print(f"{key:<22} {text}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _forward(module: str, arguments: list[str]) -> None:
+def _forward(name: str, module: str, arguments: list[str]) -> None:
     """Hand the arguments to another part's own command line (`app` or `main`)."""
     try:
         part = importlib.import_module(f"marlin_cutlass.{module}")
     except ModuleNotFoundError as error:
-        raise ValueError(f"'{module}' is not available in this installation: {error}") from None
-    program = f"marlin-cutlass {module}"
+        raise ValueError(f"'{name}' is not available in this installation: {error}") from None
+    program = f"marlin-cutlass {name}"
     if hasattr(part, "app"):
         return part.app(arguments, prog_name=program)
     if hasattr(part, "main"):
         code = part.main(arguments)
         raise typer.Exit(code if isinstance(code, int) else 0)
-    raise ValueError(
-        f"'{module}' has no command line in this installation: use its Python functions"
-    )
+    raise ValueError(f"'{name}' has no command line in this installation: use its Python functions")
 
 
-def _forwarding_command(name: str, summary: str) -> None:
+def _forwarding_command(name: str, summary: str, module: str | None = None) -> None:
     @_friendly
     def command(ctx: typer.Context) -> None:
-        _forward(name, ctx.args)
+        _forward(name, module or name, ctx.args)
 
     command.__doc__ = summary
     app.command(name, context_settings=FORWARDED, help=summary)(command)
 
 
-_forwarding_command("bench", "Time kernels against FP16 on this machine's GPU.")
+_forwarding_command("bench", "Time kernels against FP16 on this machine's GPU.", "cli_bench")
 _forwarding_command("explore", "Compile, check and time kernel variants for one shape.")
 _forwarding_command("tune", "Find the best kernel for a model's shapes and extend the table.")
 _forwarding_command("profile", "Where the time of one kernel goes.")

@@ -1,8 +1,8 @@
 """Saving and loading packed weights and models: safetensors, memory-mapped, never pickle.
 
-Tensor names are `<layer>.packed`, `.col_scale`, `.perm` and `.bias`, exactly a `QuantLinear`'s state
-dict; sizes and kinds of all layers are one JSON text in the file's metadata. A single weight is the
-layer named "weight".
+Tensor names are `<layer>.packed`, `.col_scale`, `.perm` and `.bias`, exactly a `QuantLinear`'s
+state dict; sizes and kinds of all layers are one JSON text in the file's metadata. A single weight
+is the layer named "weight".
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 
 def save(what: Any, path: str | Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a PackedWeight, a model with QuantLinear layers, or a mapping of names to them, to `path`.
+    """Write a PackedWeight, a model with QuantLinear layers, or a mapping of names to them.
 
     Tensors are written contiguous and unshared. metadata: further text entries. The file is written
     aside and renamed.

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_plan import FORMAT_NAME, Plan, make_plan, read_config
+from .checkpoint_plan import Plan, make_plan
+from .checkpoint_scheme import FORMAT_NAME, read_config
 from .files import check_metadata
 from .layout import packed_bytes
 from .safetensors_stream import read_header

@@ -18,7 +18,7 @@ class QuantLinear(nn.Module):
     """y = x @ W + bias with INT4 W; a drop-in for `nn.Linear` at inference and under LoRA.
 
     Buffers, which are also the whole state dict: `packed` uint8 [bytes], `col_scale` float32
-    [ceil(N/64)*64], `perm` int32 [K] (act-order only), `bias` [N] (if any). Nothing derived is saved.
+    [ceil(N/64)*64], `perm` int32 [K] (act-order only), `bias` [N] (if any); nothing derived.
 
     `.half()`, `.bfloat16()` and `.to(dtype)` change the bias and `dtype` only: codes and scales are
     the same bits for every activation dtype, and `col_scale` stays float32. Moving devices moves
@@ -79,8 +79,8 @@ class QuantLinear(nn.Module):
         if bias is not None:
             if tuple(bias.shape) != (weight.n,) or not bias.is_floating_point():
                 raise ValueError(
-                    f"bias has shape {tuple(bias.shape)} and dtype {bias.dtype}: it must be floating"
-                    f" point [{weight.n}]"
+                    f"bias has shape {tuple(bias.shape)} and dtype {bias.dtype}: it must be"
+                    f" floating point [{weight.n}]"
                 )
             bias = bias.detach().to(weight.device).clone()
         layer.register_buffer("bias", bias)
@@ -157,8 +157,8 @@ class QuantLinear(nn.Module):
     def fuse(cls, layers: Sequence[QuantLinear]) -> QuantLinear:
         """One layer whose outputs are those of `layers` side by side (q, k, v; gate, up).
 
-        ValueError says why siblings cannot be fused: other K, group size, zero points, act-order, or a
-        bias in only some of them.
+        ValueError says why siblings cannot be fused: other K, group size, zero points, act-order,
+        or a bias in only some of them.
         """
         weight = fuse_columns([layer.weight_packed for layer in layers])
         biases = [layer.bias for layer in layers]
@@ -201,7 +201,7 @@ class QuantLinear(nn.Module):
         )
 
     def _apply(self, fn, recurse: bool = True):
-        """`nn.Module._apply`, after which `col_scale` is float32 again, whatever dtype was asked."""
+        """`nn.Module._apply`, after which `col_scale` is float32 again."""
         before = self.col_scale
         super()._apply(fn, recurse)
         if self.col_scale.dtype != torch.float32:

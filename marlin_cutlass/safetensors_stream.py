@@ -71,7 +71,7 @@ class StreamWriter:
     """Appends tensors to a new safetensors file; `close` writes the header.
 
     `names`: how many tensors at most, and `name_bytes` the length of all their names: room for the
-    header. Use as a context manager; an exception leaves an unreadable file for the caller to delete.
+    header. A context manager; an exception leaves an unreadable file for the caller to delete.
     """
 
     def __init__(self, path: Path, names: int, name_bytes: int, metadata_bytes: int) -> None:

@@ -31,7 +31,7 @@ def _describe(w: PackedWeight) -> str:
 
 
 def shard_range(total: int, rank: int, world: int, what: str) -> tuple[int, int]:
-    """[first, last) of an even split; ValueError unless world divides total and rank is in range."""
+    """[first, last) of an even split; ValueError unless world divides total."""
     if not 0 <= rank < world:
         raise ValueError(f"rank={rank} is not in 0..{world - 1}")
     if total % world:
@@ -114,8 +114,9 @@ def slice_columns(w: PackedWeight, first: int, last: int) -> PackedWeight:
 def shard_rows(w: PackedWeight, rank: int, world: int) -> PackedWeight:
     """Rows [rank*K/world, (rank+1)*K/world): the weight of a row-parallel rank.
 
-    Outputs of the ranks add up to the whole; give the bias to one rank only. A cut inside a group is
-    refused, and so is act-order, whose groups are spread over all rows: see `shard_rows_in_order`.
+    Outputs of the ranks add up to the whole; give the bias to one rank only. A cut inside a group
+    is refused, and so is act-order, whose groups are spread over all rows: see
+    `shard_rows_in_order`.
     """
     if w.perm is not None:
         raise ValueError(
@@ -174,7 +175,7 @@ def why_not_fuse(weights: Sequence[PackedWeight]) -> str | None:
 
 
 def fuse_columns(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """One weight with the columns of all (q, k, v; gate, up), bit for bit; ValueError says why not."""
+    """One weight with the columns of all (q, k, v; gate, up), bit for bit, or ValueError."""
     reason = why_not_fuse(weights)
     if reason:
         raise ValueError(f"these weights cannot be fused: {reason}")

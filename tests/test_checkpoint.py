@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import marlin_cutlass as mc
-from marlin_cutlass.checkpoint import CheckpointError, convert_checkpoint, verify_checkpoint
+from marlin_cutlass.checkpoint import CheckpointError, convert_checkpoint
+from marlin_cutlass.checkpoint_verify import verify_checkpoint
 from marlin_cutlass.formats.bits import AWQ_ORDER, pack_nibbles
 
 K, N, G = 256, 128, 64

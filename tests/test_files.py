@@ -20,8 +20,16 @@ from tests.test_nn import activations, layer, weight
 
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"zeros": True}, {"act_order": True}, {"g": -1}, {"g": 256}, {"k": 128, "g": 128, "n": 64},
-     {"k": 64, "g": 64, "n": 8}, {"k": 200, "g": -1, "n": 40}],
+    [
+        {},
+        {"zeros": True},
+        {"act_order": True},
+        {"g": -1},
+        {"g": 256},
+        {"k": 128, "g": 128, "n": 64},
+        {"k": 64, "g": 64, "n": 8},
+        {"k": 200, "g": -1, "n": 40},
+    ],
     ids=str,
 )
 def test_single_weight_round_trip(tmp_path, kind):
@@ -92,7 +100,13 @@ def test_missing_and_damaged_tensors_are_named(tmp_path):
 
 def test_mappings_and_views(tmp_path):
     base = torch.arange(12.0)
-    content = {"w": weight(), "q": layer(), "view": base[2:5], "whole": base, "t": base.view(3, 4).t()}
+    content = {
+        "w": weight(),
+        "q": layer(),
+        "view": base[2:5],
+        "whole": base,
+        "t": base.view(3, 4).t(),
+    }
     mc.save(content, tmp_path / "m.safetensors")
     loaded = mc.load(tmp_path / "m.safetensors")
     assert loaded["w"] == content["w"] and loaded["q"] == content["q"].weight_packed

@@ -60,7 +60,7 @@ def test_group_index_types_give_the_same_bytes(dtype):
     packed = mc.from_gptq(qweight, qzeros, s, order.to(dtype), group_size=64)
     again = mc.from_gptq(qweight, qzeros, s, order.int(), group_size=64)
     assert packed == again and packed.perm is not None
-    with pytest.raises(TypeError, match="g_idx has dtype torch.float32"):
+    with pytest.raises(TypeError, match="g_idx has dtype"):
         mc.from_gptq(qweight, qzeros, s, order.float(), group_size=64)
 
 
@@ -68,7 +68,11 @@ def test_group_index_that_orders_nothing_is_dropped():
     # 78: all -1 is absent, k // g is no permutation.
     q, s, qweight, qzeros = gptq()
     natural = mc.from_gptq(qweight, qzeros, s, group_size=64)
-    for index in (torch.full((256,), -1), torch.arange(256) // 64, torch.empty(0, dtype=torch.int32)):
+    for index in (
+        torch.full((256,), -1),
+        torch.arange(256) // 64,
+        torch.empty(0, dtype=torch.int32),
+    ):
         assert mc.from_gptq(qweight, qzeros, s, index, group_size=64) == natural
     index = (torch.arange(256) // 64)[torch.randperm(256)]
     random = mc.from_gptq(qweight, qzeros, s, index, group_size=64)
@@ -136,7 +140,7 @@ def test_wrong_shapes_and_sizes_are_named():
     for options, error, message in cases:
         with pytest.raises(error, match=message):
             mc.from_gptq(qweight, qzeros, s, **options)
-    with pytest.raises(TypeError, match="scales has dtype torch.int32"):
+    with pytest.raises(TypeError, match="scales has dtype"):
         mc.from_gptq(qweight, qzeros, s.int(), group_size=64)
     with pytest.raises(ValueError, match=r"qzeros has shape \(3, 8\)"):
         mc.from_gptq(qweight, qzeros[:3], s, group_size=64)

@@ -49,7 +49,9 @@ def test_clip_search_and_orders_reduce_the_error():
     errors = {
         name: output_error(quantize_weight(w, "gptq", inputs=x, group_size=64, **options), w, x)
         for name, options in {
-            "plain": {"clip": False}, "clip": {}, "order": {"act_order": True},
+            "plain": {"clip": False},
+            "clip": {},
+            "order": {"act_order": True},
             "static": {"act_order": "static"},
         }.items()
     }

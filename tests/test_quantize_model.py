@@ -86,7 +86,9 @@ def test_layers_are_replaced_and_the_head_is_skipped():
     assert kinds.pop("lm_head") is nn.Linear and set(kinds.values()) == {QuantLinear}
     assert len(report.layers) == 12 and report.skipped == {"lm_head": "in the skip list (lm_head)"}
     assert all(x.tokens == sum(s.numel() for s in samples()) for x in report.layers)
-    assert all(x.method == "gptq" and x.loss > 0 and 0 < x.weight_error < 0.5 for x in report.layers)
+    assert all(
+        x.method == "gptq" and x.loss > 0 and 0 < x.weight_error < 0.5 for x in report.layers
+    )
     assert json.loads(report.to_json())["layers"][0]["name"].startswith("layers.0.")
     assert "layers.2.down" in str(report) and "skipped lm_head" in str(report)
 
@@ -123,7 +125,9 @@ def test_blocks_that_are_not_chained_are_run_whole():
     original = model(skip_link=True)
     calls = cal.model_calls(original, samples(2))
     assert not cal.blocks_are_chained(calls, list(original.layers))
-    assert cal.blocks_are_chained(cal.model_calls(model(), samples(2)), list(model().layers)) is False
+    assert (
+        cal.blocks_are_chained(cal.model_calls(model(), samples(2)), list(model().layers)) is False
+    )
     work, report = quantised(original, samples())
     assert len(report.layers) == 12 and error(work, original) < 0.2
 

@@ -1,8 +1,8 @@
 """compressed-tensors checkpoints, format "pack-quantized", 4-bit integers.
 
 weight_packed int32 [N, ceil(K/8)] holds q + 8 along K, q in -8..7; weight_scale [N, G];
-weight_zero_point (asymmetric only) int32 [ceil(N/8), G] holds z + 8 along N, or int8 [N, G] holds z;
-weight_shape [2] = (N, K). Adding 8 to both leaves q - z as it is. Experts add a first dimension.
+weight_zero_point (asymmetric only) int32 [ceil(N/8), G] holds z + 8 along N, or int8 [N, G] holds
+z; weight_shape [2] = (N, K). Adding 8 to both leaves q - z as it is. Experts add a first dimension.
 """
 
 from __future__ import annotations

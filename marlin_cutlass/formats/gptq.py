@@ -24,15 +24,15 @@ class AmbiguousZeroWarning(UserWarning):
 def decode_zeros_v1(qzeros: torch.Tensor, rule: str = "word", source: str = "qzeros"):
     """Zero points of a version 1 file: uint8 [G, N].
 
-    "Minus one" of a zero point 0 wraps, and writers wrap differently, so a stored 15 is ambiguous:
+    "Minus one" of a zero point 0 wraps, and writers wrap differently; a stored 15 is ambiguous:
 
-    - "word" (default): GPTQModel subtracts 0x11111111 from the whole word, the wrap borrows from the
-      neighbour; adding it back to the word is exact. The only writer in use that emits such files.
+    - "word" (default): GPTQModel subtracts 0x11111111 from the whole word, the wrap borrows from
+      the neighbour; adding it back is exact. The only writer in use that emits such files.
     - "nibble": each field was reduced by itself modulo 16: (n + 1) & 15.
     - "sixteen": n + 1 without a wrap (15 means 16), as AutoGPTQ's kernels read it.
 
-    All three agree unless a zero point is 0; where "word" and "nibble" differ, or a 15 is stored, an
-    `AmbiguousZeroWarning` says how many fields it concerns and which rule was applied.
+    All three agree where no 15 is stored; otherwise an `AmbiguousZeroWarning` says how many fields
+    it concerns and which rule was applied.
     """
     if rule not in ZERO_RULES:
         raise ValueError(f"zero_rule={rule!r} is unknown: one of {', '.join(ZERO_RULES)}")

@@ -1,8 +1,9 @@
 """HQQ tensors: nibbles with fractional zero points, W = (q - zero) * scale.
 
-W_q uint8 [N*K/g/2, g]: rows are groups along K (axis 1), the first half of them in the high nibble,
-the second half in the low one. Kernels here subtract integer zero points exactly, so fractional ones
-are refused by name and never rounded; `dequantize_hqq` gives the float weight to quantise again.
+W_q uint8 [N*K/g/2, g]: rows are groups along K (axis 1), the first half of them in the high
+nibble, the second half in the low one. Kernels here subtract integer zero points exactly, so
+fractional ones are refused by name and never rounded; `dequantize_hqq` gives the float weight to
+quantise again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from .weight import QuantizedWeight, check_group_size, drop_symmetric
 
 
-def _codes(W_q: torch.Tensor, n: int, k: int, group_size: int, axis: int, name: str):  # noqa: N803
+def _codes(W_q: torch.Tensor, n: int, k: int, group_size: int, axis: int, name: str):
     if axis != 1:
         raise ValueError(f"{name}: axis={axis} groups along N; only axis=1 (along K) is supported")
     groups = check_group_size(group_size, k)
@@ -26,7 +27,7 @@ def _codes(W_q: torch.Tensor, n: int, k: int, group_size: int, axis: int, name: 
 
 
 def dequantize_hqq(
-    W_q: torch.Tensor,  # noqa: N803
+    W_q: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor,
     *,
@@ -41,7 +42,7 @@ def dequantize_hqq(
 
 
 def read_hqq(
-    W_q: torch.Tensor,  # noqa: N803
+    W_q: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor,
     *,
@@ -71,7 +72,7 @@ def read_hqq(
 
 
 def from_hqq(
-    W_q: torch.Tensor,  # noqa: N803
+    W_q: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor,
     *,

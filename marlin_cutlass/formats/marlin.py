@@ -27,7 +27,7 @@ def code_positions() -> torch.Tensor:
 
 
 def scale_positions(grouped: bool) -> torch.Tensor:
-    """int64 [64 or 32]: stored position -> column inside 64 (grouped) or 32 (per column) columns."""
+    """int64 [64 or 32]: stored position -> column inside 64 (grouped) or 32 columns."""
     if grouped:
         position = torch.arange(64)
         return position // 8 + 8 * (position % 8)
@@ -44,7 +44,7 @@ def _restore(stored: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def read_marlin(
-    B: torch.Tensor,  # noqa: N803 - the name in the file
+    B: torch.Tensor,
     s: torch.Tensor,
     *,
     group_size: int,
@@ -65,6 +65,6 @@ def read_marlin(
     return QuantizedWeight(q.contiguous(), scales, None, group_size)
 
 
-def from_marlin(B: torch.Tensor, s: torch.Tensor, *, group_size: int):  # noqa: N803
+def from_marlin(B: torch.Tensor, s: torch.Tensor, *, group_size: int):
     """One layer of a MARLIN checkpoint -> `PackedWeight`; errors as in `read_marlin`."""
     return read_marlin(B, s, group_size=group_size).to_packed()

@@ -20,7 +20,7 @@ class QuantizedWeight:
     """One quantised layer.
 
     q: uint8 [K, N], 0..15. scales: fp16/bf16/fp32 [G, N]. zeros: uint8 [G, N] (0..16), or None for
-    the symmetric zero point 8. g_idx: int32 [K], the group of each row, or None for k // group_size.
+    the symmetric zero point 8. g_idx: int32 [K], the group of each row, None for k // group_size.
     """
 
     q: torch.Tensor
@@ -82,7 +82,7 @@ def drop_symmetric(zeros: torch.Tensor | None, sym: bool | None, source: str):
     """Zeros that are all 8 are the symmetric case (None); refuse a claim of symmetry that is false.
 
     NOTE: a file that claims sym=True with every zero point 9 (or 7) was written by the other GPTQ
-    convention; reading it as 8 silently would be right by luck only, so it is refused with the hint.
+    convention; reading it as 8 would be right by luck only, so it is refused with the hint.
     """
     if zeros is None or bool((zeros == SYMMETRIC_ZERO).all()):
         return None

@@ -92,7 +92,7 @@ def quantize(weight: torch.Tensor, method: str = "rtn", **options):
     method: "rtn" (round to nearest, no data) or "gptq" (needs `inputs`, activations [..., K] or a
     list of them, or `hessian` [K, K]).
     group_size: 32, 64, multiples of 128, or -1. symmetric: False adds integer zero points.
-    clip: rtn: "mse" or None (default); gptq: True (default, search by GPTQ-weighted error) or False.
+    clip: rtn: "mse" or None (default); gptq: True (default, by GPTQ-weighted error) or False.
     percdamp: damping as a fraction of the mean diagonal (gptq). act_order: True reorders rows by
     input energy (activations are gathered at run time), "static" only orders the work (no gather).
     scale_dtype: significand that scales are rounded to; use torch.bfloat16 for bf16 models.

@@ -185,10 +185,10 @@ def first_output(output):
 
 
 def blocks_are_chained(calls: Calls, blocks: list[nn.Module]) -> bool:
-    """True if each block runs once, in order, on its predecessor's very output, other arguments equal.
+    """True if each block runs once, in order, on its predecessor's very output.
 
-    Only then may blocks run on their own. Masks that differ between blocks, skips and encoders that
-    feed decoders answer False, and whole forwards are used instead.
+    All other arguments must be equal too. Only then may blocks run on their own; for masks that
+    differ between blocks, skips, and encoders that feed decoders, whole forwards are used instead.
     """
     seen: list[tuple] = []
     outputs: list = []
@@ -247,7 +247,7 @@ def capture_block_calls(calls: Calls, block: nn.Module) -> Calls:
 
 
 def advance(calls: Calls, next_block: nn.Module) -> Calls:
-    """Run a block on its calls and make its outputs the first argument of the next block's calls."""
+    """Run a block; its outputs become the first argument of the next block's calls."""
     samples = []
     for (args, kwargs, mask), (call, _) in zip(calls.samples, calls, strict=True):
         hidden = first_output(call()).to("cpu")

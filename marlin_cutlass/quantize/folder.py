@@ -1,4 +1,4 @@
-"""A Hugging Face folder in floating point -> a folder of packed weights, with calibration (gptq)."""
+"""A Hugging Face folder in floating point -> a folder of packed weights, by gptq."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_TOKENS = 4096  # natural length up to this (paper.md a.7)
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """Calibration texts: one per line, or JSON lines with a "text" entry; empty lines are left out."""
+    """Calibration texts, one per line, or JSON lines with a "text" entry; no empty ones."""
     path = Path(path)
     texts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -84,7 +84,7 @@ def quantize_folder(
 
 def _write_config(model, src: Path, folder: Path, report: ModelReport, options: dict) -> None:
     from ..checkpoint import SKIP_FILES, SKIP_SUFFIXES
-    from ..checkpoint_plan import FORMAT_NAME
+    from ..checkpoint_scheme import FORMAT_NAME
     from ..files import FORMAT_VERSION
     from ..layout import LAYOUT_VERSION
     from ..nn import QuantLinear

@@ -10,7 +10,7 @@ class Moments:
 
     x is the input a layer sees in the quantised model, r the one of the original model. Sequences
     may have any length; every token counts the same, so padding must be left out (`mask`) rather
-    than fed in. Memory is K * K * 4 bytes, twice that with a reference, whatever the amount of data.
+    than fed in. Memory is K * K * 4 bytes, twice that with a reference, for any amount of data.
     """
 
     def __init__(self, k: int, device: torch.device | str = "cpu", reference: bool = False) -> None:

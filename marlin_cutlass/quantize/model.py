@@ -253,8 +253,13 @@ def _progress(show: bool, total: int, title: str = "quantise"):
             yield lambda _name: None
             return
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         columns = (
             TextColumn("{task.description}"),

@@ -1,0 +1,121 @@
+"""How a checkpoint folder is quantised, from its config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .formats.support import support
+
+FORMAT_NAME = "marlin_cutlass"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a folder is quantised, from its config.json."""
+
+    name: str  # key of TENSORS, or "dense"
+    group_size: int = 128
+    sym: bool | None = None
+    checkpoint_format: str = "gptq"
+    act_order: bool | str | None = None
+    zero_rule: str = "word"
+    source: dict = field(default_factory=dict)
+
+
+def read_config(folder: Path) -> dict:
+    """config.json, with quantize_config.json (old GPTQ folders) as its quantization_config."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json")
+    config = json.loads(path.read_text())
+    old = folder / "quantize_config.json"
+    if "quantization_config" not in config and old.is_file():
+        config["quantization_config"] = {"quant_method": "gptq", **json.loads(old.read_text())}
+    return config
+
+
+def scheme_of(config: dict) -> Scheme:
+    """The quantisation of a config; ValueError with the reason when it cannot be read."""
+    quant = config.get("quantization_config") or config.get("compression_config")
+    if not quant:
+        return Scheme("dense")
+    method = quant.get("quant_method", "gptq")
+    if method == FORMAT_NAME:
+        raise ValueError(f"the folder is in {FORMAT_NAME} format already")
+    readers = {
+        "gptq": _gptq_scheme,
+        "marlin": _gptq_scheme,
+        "awq": _awq_scheme,
+        "compressed-tensors": _ct_scheme,
+    }
+    if method not in readers:
+        raise ValueError(f"quant_method={method!r} is not supported: one of {', '.join(readers)}")
+    return readers[method](quant)
+
+
+def _checked(fmt: str, scheme: Scheme, bits: int, version: str | None) -> Scheme:
+    answer = support(
+        fmt,
+        sym=bool(scheme.sym in (True, None)),
+        group_size=scheme.group_size,
+        act_order=scheme.act_order,
+        bits=bits,
+        version=version,
+    )
+    if not answer:
+        raise ValueError(f"quantization_config is not supported: {answer.reason}")
+    return scheme
+
+
+def _gptq_scheme(quant: dict) -> Scheme:
+    fmt = quant.get("checkpoint_format") or ("marlin" if quant.get("is_marlin_format") else "gptq")
+    fmt = "marlin" if quant.get("quant_method") == "marlin" else fmt
+    name = "marlin" if fmt == "marlin" else "gptq"
+    scheme = Scheme(
+        name,
+        int(quant.get("group_size", -1)),
+        quant.get("sym"),
+        fmt,
+        bool(quant.get("desc_act")),
+        source=quant,
+    )
+    # A marlin file may say desc_act from its origin; it cannot have been kept.
+    act_order = None if name == "marlin" else scheme.act_order
+    scheme = Scheme(**{**scheme.__dict__, "act_order": act_order})
+    return _checked(fmt, scheme, int(quant.get("bits", 4)), None)
+
+
+def _awq_scheme(quant: dict) -> Scheme:
+    group_size = int(quant.get("q_group_size", quant.get("group_size", 128)))
+    scheme = Scheme("awq", group_size, not quant.get("zero_point", True), "awq", source=quant)
+    bits = int(quant.get("w_bit", quant.get("bits", 4)))
+    return _checked("awq", scheme, bits, str(quant.get("version", "gemm")).lower())
+
+
+def _ct_scheme(quant: dict) -> Scheme:
+    groups = [g for g in quant.get("config_groups", {}).values() if g.get("weights")]
+    if len({json.dumps(g["weights"], sort_keys=True) for g in groups}) != 1:
+        raise ValueError(
+            f"config_groups holds {len(groups)} different weight schemes: one is needed"
+        )
+    if any(g.get("input_activations") for g in groups):
+        raise ValueError("quantised activations (input_activations) are not supported")
+    weights = groups[0]["weights"]
+    strategy = weights.get("strategy")
+    if weights.get("type", "int") != "int" or strategy not in ("group", "channel", "tensor"):
+        raise ValueError(
+            f"weights of type {weights.get('type')} with strategy {strategy} are not"
+            " supported: int with group, channel or tensor"
+        )
+    scheme = Scheme(
+        "compressed-tensors",
+        int(weights["group_size"]) if strategy == "group" else -1,
+        weights.get("symmetric", True),
+        "compressed-tensors",
+        weights.get("actorder"),
+        source=quant,
+    )
+    fmt = groups[0].get("format") or quant.get("format")
+    return _checked("compressed-tensors", scheme, int(weights.get("num_bits", 4)), fmt)
