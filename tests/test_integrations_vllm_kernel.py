@@ -14,10 +14,10 @@ import torch
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # before vllm is imported
 pytest.importorskip("vllm", reason="needs the vllm package")
 
-from integration_weights import random_layer  # noqa: E402
-from vllm_support import load_layer, vllm_config  # noqa: E402, F401
+from integration_weights import random_layer
+from vllm_support import fill, load_layer, vllm_config  # noqa: F401
 
-from marlin_cutlass.integrations import vllm as plugin  # noqa: E402
+from marlin_cutlass.integrations import vllm as plugin
 
 K, N = 256, 128
 pytestmark = pytest.mark.usefixtures("vllm_config")
@@ -212,14 +212,21 @@ def test_the_switch(monkeypatch):
         known[:] = before
 
 
-def test_parameters_that_vllm_keeps_for_loading_are_not_changed(kernel):
-    config, _, tensors = case("ct_asym", 64)
+@pytest.mark.parametrize("fmt", ["gptq", "ct_asym"])
+def test_reloading_writes_into_the_memory_that_graphs_have_captured(kernel, fmt):
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    config, _, tensors = case(fmt, 64)
     module = load_layer("column", config, K, N, {None: tensors}, process=False)
-    original = {name: p for name, p in module.named_parameters() if p.dim() == 2}
-    kept = {name: (p.data.clone(), p.output_dim) for name, p in original.items()}
-    module.scheme.process_weights_after_loading(module)
-    for name, (data, output_dim) in kept.items():
-        assert torch.equal(original[name].data, data) and original[name].output_dim == output_dim
+    layerwise.record_metadata_for_reloading(module)
+    module.quant_method.process_weights_after_loading(module)
+    addresses = {name: p.data_ptr() for name, p in module.named_parameters()}
+    _, layer, tensors = case(fmt, 64, seed=7)
+    layerwise.initialize_layerwise_reload(module)
+    fill(module, {None: tensors})
+    layerwise.finalize_layerwise_reload(module, None)
+    check(module, torch.randn(2, K).half(), layer.dense)
+    assert {name: p.data_ptr() for name, p in module.named_parameters()} == addresses
 
 
 def test_traced_with_any_number_of_rows(kernel):

@@ -61,6 +61,18 @@ def _module(kind: str, config, k: int, n, bias: bool, dtype, prefix: str):
     return linear.QKVParallelLinear(k, head, heads, kv_heads, **options)
 
 
+def fill(module, shards: dict) -> None:
+    """Load checkpoint tensors (shard id -> name -> tensor) through the parameters' loaders."""
+    parameters = dict(module.named_parameters())
+    for shard, tensors in shards.items():
+        for name, tensor in tensors.items():
+            if name not in parameters:
+                assert name == "g_idx", name  # dropped by vLLM's weight mapper
+                continue
+            loader = parameters[name].weight_loader
+            loader(parameters[name], tensor, *(() if shard is None else (shard,)))
+
+
 def load_layer(
     kind: str,
     config,
@@ -80,14 +92,7 @@ def load_layer(
     bias = any("bias" in tensors for tensors in shards.values())
     with _rank(*tp):
         module = _module(kind, config, k, n, bias, dtype, prefix)
-        parameters = dict(module.named_parameters())
-        for shard, tensors in shards.items():
-            for name, tensor in tensors.items():
-                if name not in parameters:
-                    assert name == "g_idx", name  # dropped by vLLM's weight mapper
-                    continue
-                loader = parameters[name].weight_loader
-                loader(parameters[name], tensor, *(() if shard is None else (shard,)))
+        fill(module, shards)
         if process:
             module.quant_method.process_weights_after_loading(module)
             module.update_param_tp_status()

@@ -1,4 +1,4 @@
-"""Engines that people use, on top of `QuantLinear` and `gemm`: Transformers, vLLM, tensor parallelism.
+"""Engines that people use, on top of `QuantLinear` and `gemm`: Transformers, vLLM, several GPUs.
 
-Nothing here is imported by the rest of the package, and each module imports its engine at first use.
+The rest of the package imports nothing from here, and each module imports its engine at first use.
 """

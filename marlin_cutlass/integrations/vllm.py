@@ -23,7 +23,7 @@ def register() -> None:
 
 
 def register_kernel(first: bool, platform: object | None = None) -> type:
-    """Put the kernel into vLLM's list for `platform` (a PlatformEnum; default CUDA); returns its class.
+    """Put the kernel into vLLM's list for `platform` (PlatformEnum, default CUDA); returns it.
 
     first: before every other kernel; else at the end. Also makes it a choice of
     `--linear-backend cutlass`, which would otherwise drop it.
@@ -34,7 +34,7 @@ def register_kernel(first: bool, platform: object | None = None) -> type:
     from .vllm_kernel import McW4A16LinearKernel
 
     platform = PlatformEnum.CUDA if platform is None else platform
-    # NOTE: private names of vLLM 0.33; `register_linear_kernel` is the public way, but only appends.
+    # NOTE: private names of vLLM 0.33; the public `register_linear_kernel` can only append.
     known = linear._POSSIBLE_KERNELS.setdefault(platform, [])
     if McW4A16LinearKernel in known:
         known.remove(McW4A16LinearKernel)
