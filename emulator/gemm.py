@@ -11,11 +11,10 @@ import torch
 from emulator import runtime
 from emulator.build import INCLUDE, build_kernel
 from emulator.errors import EmulationError
-from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, block_bytes, round_up
+from generator.problem import ProblemShape, round_up
 from generator.render import render
 from generator.schedule import Schedule, make_schedule
 from generator.variant import Variant
-from marlin_cutlass.layout import SLACK_BLOCKS
 from marlin_cutlass.packed_weight import PackedWeight
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -229,9 +228,3 @@ class _Memory:
             )
         if self.flags.any():
             raise EmulationError("output", "flags are not zero after the launch")
-
-
-def weight_bytes(weight: PackedWeight) -> int:
-    """Bytes that the layout gives `weight`, slack included."""
-    blocks = -(-weight.n // BLOCK_COLUMNS) * -(-weight.k // BLOCK_DEPTH) + SLACK_BLOCKS
-    return blocks * block_bytes(weight.stored_group_size, weight.has_zeros)

@@ -10,6 +10,7 @@ from emulator_cases import DTYPES, make_case, ragged_shapes, unit_rows
 from emulator_packing import make_weight
 
 from emulator import gemm
+from emulator.__main__ import main
 from generator.arch import ARCHS
 from generator.space import default_space
 from generator.variant import Variant
@@ -152,3 +153,11 @@ def test_sums_do_not_depend_on_the_schedule() -> None:
         case = make_case(Variant.parse(name), 20, 200, 1536)
         results = [case.run(sms=5, seed=seed).c for seed in range(6)]
         assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "w4a16_hopper_bf16z_g64_m16_n256k128_w2x1_p4_dp_c2"
+    assert main([name, "5", "70", "192", "--seeds", "2", "--statistics"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("seed 0: relative error") and lines[1].startswith("seed 1:")
+    assert any(line.split() == ["bulk_bytes", str(4 * 2 * 4608)] for line in lines)

@@ -102,7 +102,6 @@ void claim_destination(Block& block, uint32_t bar, AsyncTransfer& t) {
 AsyncTransfer new_transfer(AsyncTransfer::Kind kind, uint32_t dst, uint32_t bytes) {
   AsyncTransfer t{};
   t.kind = kind, t.dst = dst, t.bytes = bytes;
-  t.origin_block = current().block, t.origin_warp = current().warp->index;
   t.site = current().activity.site;
   return t;
 }

@@ -164,7 +164,6 @@ struct AsyncTransfer {  // bulk copy, tensor copy or remote store on its way
   EmuTensorMap map;
   int coordinate[3];
   uint8_t value[16];
-  int origin_block, origin_warp;
   Site site;
 };
 

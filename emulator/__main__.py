@@ -1,0 +1,71 @@
+"""Runs one variant on random data under several schedules: `python -m emulator NAME M N K`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import torch
+
+from emulator.errors import EmulationError
+from emulator.gemm import DTYPES, gemm
+from generator.variant import Variant
+from marlin_cutlass.pack import pack
+from marlin_cutlass.packed_weight import PackedWeight
+from marlin_cutlass.reference import dequantize
+
+# Relative Frobenius error of one rounding to the output type, with a margin of 2.
+TOLERANCE = {"f16": 6e-4, "bf16": 4.6e-3}
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m emulator", description=__doc__)
+    parser.add_argument("variant", type=Variant.parse, help="name of a variant")
+    for size in ("m", "n", "k"):
+        parser.add_argument(size, type=int)
+    parser.add_argument("--seeds", type=int, default=4, help="schedules 0 .. SEEDS-1 (default 4)")
+    parser.add_argument("--sms", type=int, default=3, help="SMs of the imagined GPU (default 3)")
+    parser.add_argument("--statistics", action="store_true", help="print counts of the last run")
+    parser.add_argument("--debug", action="store_true", help="compile for gdb")
+    return parser.parse_args(argv)
+
+
+def _random_weight(variant: Variant, n: int, k: int) -> PackedWeight:
+    groups = 1 if variant.group_size < 0 else k // variant.group_size
+    codes = torch.randint(0, 16, (k, n), dtype=torch.uint8)
+    scales = (torch.rand(groups, n) * 0.01 + 0.004).half()
+    zeros = torch.randint(0, 17, (groups, n)) if variant.zeros else None
+    return pack(codes, scales, zeros, group_size=variant.group_size)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints one line per schedule; returns 1 if a run was objected to or its result is wrong."""
+    options = _arguments(argv)
+    variant, dtype = options.variant, DTYPES[options.variant.dtype]
+    torch.manual_seed(0)
+    weight = _random_weight(variant, options.n, options.k)
+    a = torch.randn(options.m, options.k).to(dtype)
+    expected = a.double() @ dequantize(weight, dtype).double()
+    failed = False
+    for seed in range(options.seeds):
+        start = time.perf_counter()
+        try:
+            result = gemm(a, weight, variant, sms=options.sms, seed=seed, debug=options.debug)
+        except EmulationError as error:
+            print(f"seed {seed}: {error}")
+            failed = True
+            continue
+        error = ((result.c.double() - expected).norm() / expected.norm()).item()
+        wrong = not error < TOLERANCE[variant.dtype]
+        failed |= wrong
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        verdict = "WRONG, " if wrong else ""
+        print(f"seed {seed}: {verdict}relative error {error:.1e}, {milliseconds:.0f} ms")
+        if options.statistics and seed == options.seeds - 1:
+            print("\n".join(f"{key:24}{count:>10}" for key, count in result.statistics.items()))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
