@@ -11,7 +11,8 @@ import functools
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,7 @@ class Table:
     folder: Path
     kernels: tuple[Kernel, ...]
     rows: tuple[Row, ...]
+    on_demand: int = 0  # so many kernels at the end were compiled on demand: nothing chooses them
 
     def index(self, name: str) -> int:
         """Index of a kernel by name, -1 if it is not built."""
@@ -189,11 +191,23 @@ class Table:
         row tiles: where a format has only those, the launcher gives them one row tile at a time.
         """
         chosen = [-1] * (2 * 2 * len(GROUPS))
-        for index, kernel in enumerate(self.kernels):
+        for index, kernel in enumerate(self.kernels[: len(self.kernels) - self.on_demand]):
             best = chosen[kernel.format]
             if best < 0 or _invariant_rank(kernel) > _invariant_rank(self.kernels[best]):
                 chosen[kernel.format] = index
         return chosen
+
+    def full_name(self, name: str, dtype: str, zeros: bool, group_size: int) -> str:
+        """The variant that a forced name or geometry means for a format; ValueError for a
+        malformed one."""
+        if self.index(name) >= 0 or "_g" in name:
+            return name
+        return with_format(name, dtype, zeros, stored_group_size(group_size))
+
+    def with_kernels(self, kernels: Iterable[Kernel]) -> Table:
+        """With kernels that were compiled on demand behind its own; those it has are left out."""
+        more = [kernel for kernel in kernels if self.index(kernel.name) < 0]
+        return replace(self, kernels=(*self.kernels, *more), on_demand=self.on_demand + len(more))
 
     def find(self, name: str, dtype: str, zeros: bool, group_size: int) -> int:
         """Index of the kernel that a forced name or geometry means for this format.
@@ -201,8 +215,7 @@ class Table:
         Raises ValueError with the reason if there is none; never another kernel.
         """
         group = stored_group_size(group_size)
-        named = self.index(name)
-        wanted = name if named >= 0 or "_g" in name else with_format(name, dtype, zeros, group)
+        wanted = self.full_name(name, dtype, zeros, group_size)
         index = self.index(wanted)
         if index < 0:
             raise ValueError(

@@ -26,14 +26,15 @@ def gemm(
     a: float16 or bfloat16 [..., K] with any leading shape, also [K] and no rows at all; strided and
     misaligned views are copied where a kernel needs it. Under autocast a is converted to the
     autocast dtype. bias: [N] of any floating dtype. out: [..., N] of a's dtype and contiguous rows,
-    written in place and returned; it takes no gradient. kernel: name or geometry of a built variant
-    to use instead of the table's choice (also MARLIN_CUTLASS_KERNEL). batch_invariant: the bits of
-    a row do not depend on the other rows or on their number.
+    written in place and returned; it takes no gradient. kernel: name or geometry of a variant to
+    use instead of the table's choice (also MARLIN_CUTLASS_KERNEL); in a checkout with nvcc one that
+    is not built is compiled at the first call and cached (MARLIN_CUTLASS_JIT=0: never).
+    batch_invariant: the bits of a row do not depend on the other rows or on their number.
 
     Returns [..., N] in a's dtype. Differentiable in a and bias. On the CPU a slow reference with
     the same arithmetic. Raises TypeError or ValueError for operands that do not fit,
-    RuntimeError where no kernel is built for the device; a kernel that is named but not
-    built or not legal for the call is refused, never replaced.
+    RuntimeError where no kernel is built for the device; a kernel that is named but
+    cannot be had, or is not legal for the call, is refused, never replaced.
     """
     if not isinstance(w, PackedWeight):
         raise TypeError(

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ ERROR_LINES = 20  # of the compiler's output in an error
 KEYS_DTYPE = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _lock = threading.RLock()
 _loaded: Launcher | None = None
+_on_demand: dict[tuple[int, int], dict[str, dispatch.Kernel]] = {}  # by capability and name
 
 
 class Launcher:
@@ -316,8 +317,23 @@ def reload_tables(launcher: Launcher | None = None) -> None:
 
 @functools.cache
 def table_for_capability(major: int, minor: int) -> dispatch.Table:
-    """The table of a device; UnsupportedArchError if none is built, TableError if it is damaged."""
-    return dispatch.current_table(dispatch.built_archs()[dispatch.arch_for(major, minor)])
+    """The table of a device, with what was compiled on demand; UnsupportedArchError if none is
+    built, TableError if it is damaged."""
+    table = dispatch.current_table(dispatch.built_archs()[dispatch.arch_for(major, minor)])
+    return table.with_kernels(_on_demand.get((major, minor), {}).values())
+
+
+def add_kernels(kernels: Iterable[dispatch.Kernel], capability: tuple[int, int]) -> None:
+    """Makes kernels outside the build folder known to this process, behind those of the table.
+
+    Indices given out before stay valid. Only calls that name such a kernel use it.
+    """
+    with _lock:
+        _on_demand.setdefault(capability, {}).update({k.name: k for k in kernels})
+        table_for_capability.cache_clear()
+        forced_index.cache_clear()
+        if _loaded is not None:
+            _loaded.add_table(table_for_capability(*capability), *capability)
 
 
 def require_device(device: torch.device | str | int) -> str:
@@ -348,8 +364,19 @@ def forced_kernel(name: str, batch_invariant: bool, a: Tensor, w: PackedWeight) 
 def forced_index(
     name: str, capability: tuple[int, int], dtype: str, zeros: bool, group_size: int
 ) -> int:
-    """Index of a kernel by name or geometry in the table of a capability."""
-    return table_for_capability(*capability).find(name, dtype, zeros, group_size)
+    """Index of a kernel by name or geometry in the table of a capability.
+
+    One that is not built is compiled on demand (see jit). Raises ValueError where there can be
+    none.
+    """
+    from . import jit
+
+    form = (dtype, zeros, group_size)
+    with _lock:
+        kernel = jit.complete(name, table_for_capability(*capability), form)
+        if kernel is not None:
+            add_kernels([kernel], capability)
+        return table_for_capability(*capability).find(name, *form)
 
 
 def main(arguments: Sequence[str]) -> int:
