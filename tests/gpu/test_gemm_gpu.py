@@ -18,7 +18,7 @@ import marlin_cutlass as mc
 from marlin_cutlass import dispatch, library
 
 pytestmark = pytest.mark.gpu
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 GUARD = 2048  # elements around a poisoned output: 4 KiB
 

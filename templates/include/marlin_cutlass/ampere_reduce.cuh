@@ -150,21 +150,11 @@ template <class C> class AmpereCtaReduction {
       last_ = block_index();
       first_ = last_ - (C::kSplit - 1);
     } else {
-      // CTA c begins at floor(total * c / ctas). The next one begins where this range ends, and each later begin follows from the one before:
-      // `error` is total * c - begin * ctas, so one division serves them all.
-      const uint32_t ctas = grid_size(), total = p_.m_tiles * p_.n_tiles * p_.k_steps, tile_end = (s.tile + 1) * p_.k_steps;
-      const uint32_t quotient = total / ctas, remainder = total % ctas;
-      uint32_t next = block_index() + 1, begin = s.tile * p_.k_steps + s.k_end, error = total * next - begin * ctas;
+      // The CTAs behind this one whose range begins inside the tile.
+      const int ctas = grid_size(), total = p_.m_tiles * p_.n_tiles * p_.k_steps, tile_end = (s.tile + 1) * p_.k_steps;
+      int next = block_index() + 1;
       first_ = next;
-      while (next < ctas && begin < tile_end) {
-        ++next;
-        begin += quotient;
-        error += remainder;
-        if (error >= ctas) {
-          error -= ctas;
-          ++begin;
-        }
-      }
+      while (next < ctas && range_begin(total, next, ctas) < tile_end) ++next;
       last_ = next;
     }
   }
