@@ -90,13 +90,14 @@ def estimate(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
 def _busiest_steps(variant: Variant, schedule: Schedule, gpu: Gpu) -> tuple[float, float]:
     """(pipeline stages that the busiest SM works through, tiles per CTA)."""
     slots = gpu.sms * variant.ctas_per_sm
-    units = schedule.tiles * schedule.k_steps
+    tiles = schedule.tiles * schedule.multicast  # of one CTA: those of the schedule are a cluster's
+    units = tiles * schedule.k_steps
     if variant.decomposition in ("striped", "stream_k", "hybrid"):
         return ceil_div(units, min(units, slots)) * _ctas_on_busiest(
             schedule.grid, gpu, variant
         ), units / slots
     per_cta = schedule.k_steps / schedule.split
-    ctas = schedule.tiles * schedule.split
+    ctas = tiles * schedule.split
     if ctas <= slots:
         return per_cta * _ctas_on_busiest(ctas, gpu, variant), 1.0
     rounds = ceil_div(ctas, slots)
