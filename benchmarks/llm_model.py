@@ -1,0 +1,249 @@
+"""Decoder models of Llama and Qwen3 shape for `llm.py`: weights made on the spot, in FP16 or INT4.
+
+The architecture is Transformers' (its configurations are read, and tests hold the logits against
+LlamaForCausalLM and Qwen3ForCausalLM); q, k, v and gate, up are one product each, as engines fuse
+them. With several GPUs each rank makes its own part: columns of qkv and gate_up, rows of the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks import llm_kernels as kernels
+from marlin_cutlass import PackedWeight, QuantLinear
+from marlin_cutlass.layout import (
+    BLOCK_COLUMNS,
+    CODE_BYTES,
+    SLACK_BLOCKS,
+    block_bytes,
+    ceil_div,
+    packed_bytes,
+)
+from marlin_cutlass.pack import COLUMN_SCALE, HIGH_SHIFT, LOW_SHIFT
+
+# Random weights of about this rms keep activations of random models in range: 1 / sqrt(hidden).
+CODE_RMS = math.sqrt(sum((q - 8) ** 2 for q in range(16)) / 16)
+GROUP_SIZE = 128
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This process' part of a tensor-parallel model; `reduce` adds a [M, H] tensor over ranks."""
+
+    rank: int = 0
+    world: int = 1
+    reduce: Callable[[Tensor], Tensor] | None = None
+
+
+def random_packed(
+    k: int, n: int, device, generator: torch.Generator, group_size: int = GROUP_SIZE
+) -> PackedWeight:
+    """Random symmetric INT4 weight of rms about 1 / sqrt(k), written straight into the layout.
+
+    Every byte pattern is a valid code, so the codes are random bytes: a 70B model takes seconds.
+    """
+    if group_size != 128 and group_size != -1:
+        raise ValueError(f"group_size={group_size}: random weights have 128 or -1")
+    width = block_bytes(group_size, False)
+    total = packed_bytes(k, n, group_size, False)
+    options = {"device": device, "generator": generator}
+    packed = torch.randint(0, 256, (total,), dtype=torch.uint8, **options)
+    blocks = packed.view(-1, width)
+    if group_size == 128:  # entries [atom][row] of (sA, sB) after the codes
+        # normalised scales lie in [2^-7, 2^-6)
+        scales = (1 + torch.rand(blocks.shape[0], 32, 2, **options)) * COLUMN_SCALE
+        factor = torch.tensor([2.0**LOW_SHIFT, 2.0**HIGH_SHIFT], device=device)
+        entries = (scales.half().float() * factor).half().view(torch.uint8)
+        blocks[:, CODE_BYTES:] = entries.view(blocks.shape[0], -1)
+    blocks[-SLACK_BLOCKS:] = 0
+    mean = COLUMN_SCALE * (1.5 if group_size == 128 else 1)
+    exponent = round(math.log2(1 / (math.sqrt(k) * CODE_RMS * mean)))
+    columns = ceil_div(n, BLOCK_COLUMNS) * BLOCK_COLUMNS
+    col_scale = torch.zeros(columns, device=device)
+    col_scale[:n] = 2.0**exponent
+    return PackedWeight(packed, col_scale, None, n, k, group_size, False)
+
+
+class DenseLinear(nn.Module):
+    """FP16 weight [N, K] without a bias."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+def random_dense(k: int, n: int, device, generator, dtype=torch.float16) -> Tensor:
+    """Random weight [N, K] of rms 1 / sqrt(k)."""
+    weight = torch.empty(n, k, device=device, dtype=dtype)
+    return weight.normal_(0, 1 / math.sqrt(k), generator=generator)
+
+
+def linear(kind: str, k: int, n: int, device, generator) -> nn.Module:
+    """A linear layer of `kind` "fp16" or "int4" with random weights."""
+    if kind == "fp16":
+        return DenseLinear(random_dense(k, n, device, generator))
+    if kind == "int4":
+        return QuantLinear.from_packed(random_packed(k, n, device, generator))
+    raise ValueError(f"kind={kind!r}: 'fp16' or 'int4' is required")
+
+
+class Layer(nn.Module):
+    """One decoder layer; `heads` and `kv_heads` are this rank's."""
+
+    def __init__(self, config: Any, kind: str, shard: Shard, device, generator) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, head_dim(config)
+        self.kv_heads = config.num_key_value_heads // shard.world
+        self.heads = config.num_attention_heads // shard.world
+        width = config.intermediate_size // shard.world
+        make = {"device": device, "generator": generator}
+        self.qkv = linear(kind, hidden, (self.heads + 2 * self.kv_heads) * dim, **make)
+        self.o = linear(kind, self.heads * dim, hidden, **make)
+        self.gate_up = linear(kind, hidden, 2 * width, **make)
+        self.down = linear(kind, width, hidden, **make)
+        ones = {"dtype": torch.float16, "device": device}
+        self.register_buffer("norm_1", torch.ones(hidden, **ones))
+        self.register_buffer("norm_2", torch.ones(hidden, **ones))
+        for name in ("q_norm", "k_norm"):
+            norm = torch.ones(dim, **ones) if "qwen3" in config.model_type else None
+            self.register_buffer(name, norm)
+
+
+def head_dim(config: Any) -> int:
+    """Size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rope_theta(config: Any) -> float:
+    """Base of the rotation, where Transformers 5 keeps it."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0))
+
+
+class Model(nn.Module):
+    """A decoder with a static cache. config: LlamaConfig or Qwen3Config; kind: "fp16" or "int4".
+
+    Embedding, norms and output head are FP16 in both and on every rank.
+    """
+
+    def __init__(
+        self, config: Any, kind: str, device="cpu", shard: Shard | None = None, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.config, self.shard = config, shard or Shard()
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if getattr(config, name) % self.shard.world:
+                size = getattr(config, name)
+                raise ValueError(f"{name}={size} is not a multiple of {self.shard.world} GPUs")
+        same = torch.Generator(device).manual_seed(seed)  # equal on every rank
+        own = torch.Generator(device).manual_seed(seed + 1 + self.shard.rank)
+        shape = (config.hidden_size, config.vocab_size)
+        self.register_buffer("embedding", random_dense(*shape, device, same) * 4)
+        self.register_buffer("head", random_dense(*shape, device, same))
+        self.register_buffer(
+            "norm", torch.ones(config.hidden_size, dtype=torch.float16, device=device)
+        )
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList([Layer(config, kind, self.shard, device, own) for _ in layers])
+        self.eps, self.dim = config.rms_norm_eps, head_dim(config)
+        self.start = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def linear_bytes(self) -> int:
+        """Bytes of the weights of all linear layers on this rank, without the output head."""
+        names = ("qkv", "o", "gate_up", "down")
+        parts = [getattr(layer, name) for layer in self.layers for name in names]
+        return sum(b.nbytes for part in parts for b in part.buffers())
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on this rank."""
+        return self.linear_bytes() + self.embedding.nbytes + self.head.nbytes
+
+    def allocate(self, batch: int, length: int) -> None:
+        """A cache for `batch` sequences of up to `length` tokens, at position 0."""
+        device, dim = self.start.device, self.dim
+        shape = (batch, self.layers[0].kv_heads, length, dim)
+        zeros = {"dtype": torch.float16, "device": device}
+        self.cache = [
+            (torch.zeros(shape, **zeros), torch.zeros(shape, **zeros)) for _ in self.layers
+        ]
+        power = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
+        angle = (
+            torch.arange(length, device=device).float()[:, None] / rope_theta(self.config) ** power
+        )
+        self.cos, self.sin = angle.cos(), angle.sin()
+        self.start.zero_()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [B, T] at the current position (T > 1 only from 0) -> logits [B, vocab] of the
+        last token. The position advances by T, on the device."""
+        tokens = ids.shape[1]
+        x = functional.embedding(ids.reshape(-1), self.embedding)
+        residual = None
+        for layer, (keys, values) in zip(self.layers, self.cache):
+            x, residual = self._layer(layer, x, residual, keys, values, tokens)
+        last = slice(tokens - 1, None, tokens)
+        x, _ = kernels.add_norm(
+            x[last].contiguous(), residual[last].contiguous(), self.norm, self.eps
+        )
+        self.start += tokens
+        return functional.linear(x, self.head)
+
+    def _layer(self, layer: Layer, x, residual, keys, values, tokens: int):
+        x, residual = kernels.add_norm(x, residual, layer.norm_1, self.eps)
+        norms = None if layer.q_norm is None else (layer.q_norm, layer.k_norm)
+        q = kernels.rope_cache(
+            layer.qkv(x), self.start, tokens, self.cos, self.sin, norms, self.eps, keys, values
+        )
+        x = self._reduced(layer.o(kernels.attend(q, keys, values, self.start, tokens)))
+        x, residual = kernels.add_norm(x, residual, layer.norm_2, self.eps)
+        return self._reduced(layer.down(kernels.silu_mul(layer.gate_up(x)))), residual
+
+    def _reduced(self, x: Tensor) -> Tensor:
+        return x if self.shard.reduce is None else self.shard.reduce(x)
+
+
+class Decoder:
+    """Greedy decoding: an eager prefill, then one step as a CUDA graph (eager on the CPU)."""
+
+    def __init__(self, model: Model, batch: int, length: int) -> None:
+        self.model, self.graph = model, None
+        model.allocate(batch, length)
+        self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.start.device)
+
+    def step(self) -> None:
+        """Next token of every sequence into `ids`, in place."""
+        self.ids.copy_(self.model(self.ids).argmax(-1, keepdim=True))
+
+    def capture(self) -> None:
+        """Record `step`; warms up first, as kernels load and compile at their first call."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.step()
+        self.model.start.zero_()
+
+    def prefill(self, prompt: Tensor) -> None:
+        """prompt [B, T] from position 0; leaves the first new token in `ids`."""
+        self.model.start.zero_()
+        self.ids.copy_(self.model(prompt).argmax(-1, keepdim=True))
+
+    def decode(self, steps: int) -> None:
+        """`steps` more tokens."""
+        for _ in range(steps):
+            self.step() if self.graph is None else self.graph.replay()
