@@ -57,8 +57,8 @@ def random_packed(
     packed = torch.randint(0, 256, (total,), dtype=torch.uint8, **options)
     blocks = packed.view(-1, width)
     if group_size == 128:  # entries [atom][row] of (sA, sB) after the codes
-        # normalised scales lie in [2^-7, 2^-6)
-        scales = (1 + torch.rand(blocks.shape[0], 32, 2, **options)) * COLUMN_SCALE
+        # Normalised scales lie in [2^-7, 2^-6), also once rounded: 2^-6 would be infinite here.
+        scales = (1 + 0.99 * torch.rand(blocks.shape[0], 32, 2, **options)) * COLUMN_SCALE
         factor = torch.tensor([2.0**LOW_SHIFT, 2.0**HIGH_SHIFT], device=device)
         entries = (scales.half().float() * factor).half().view(torch.uint8)
         blocks[:, CODE_BYTES:] = entries.view(blocks.shape[0], -1)
