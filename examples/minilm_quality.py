@@ -27,11 +27,12 @@ GROUP_SIZES = (32, 64, 128, -1)
 METHODS = {
     "rtn": {"method": "rtn"},
     "rtn, mse clip": {"method": "rtn", "clip": "mse"},
-    "gptq, no clip": {"method": "gptq", "clip": False},
+    "gptq, plain recipe": {"method": "gptq", "compensate": False},
     "gptq": {"method": "gptq"},
     "gptq, static order": {"method": "gptq", "act_order": "static"},
     "gptq, asymmetric": {"method": "gptq", "symmetric": False},
 }
+BATCH = 32  # sentences of similar length per calibration sample
 SEED = 0
 
 
@@ -52,20 +53,22 @@ def docstring_sentences(count: int) -> list[str]:
 
 
 def calibration_samples(tokenizer, sentences: list[str]) -> list[dict]:
-    """One sample per sentence at its natural length: no padding at all."""
-    return [dict(tokenizer(text, return_tensors="pt")) for text in sentences]
+    """Batches of sentences of similar length; the attention mask keeps padding out."""
+    ordered = sorted(sentences, key=len)
+    parts = [ordered[i : i + BATCH] for i in range(0, len(ordered), BATCH)]
+    return [dict(tokenizer(part, return_tensors="pt", padding=True)) for part in parts]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--samples", type=int, default=256, help="calibration sentences")
+    parser.add_argument("--samples", type=int, default=512, help="calibration sentences")
     args = parser.parse_args()
     model, tokenizer = load_model()
     held_out = read_sentences()
     original = embed(model, tokenizer, held_out)
     samples = calibration_samples(tokenizer, docstring_sentences(args.samples))
-    print(f"{len(samples)} calibration sentences, {len(held_out)} held out; mean cosine (worst)")
+    print(f"{args.samples} calibration sentences, {len(held_out)} held out; mean cosine (worst)")
     figures: dict[str, dict[str, list[float]]] = {}
     for label, options in METHODS.items():
         row = figures.setdefault(label, {})

@@ -48,14 +48,8 @@ class Moments:
             self.reference_mean.mul_(keep).add_(r.sum(0), alpha=weight)
         self.tokens = total
 
-    def centre(self) -> None:
-        """Subtract the means' part: what is left to the weights when a bias takes the means."""
-        self.matrix.addr_(self.mean, self.mean, alpha=-2.0)
-        if self.cross is not None:
-            self.cross.addr_(self.reference_mean, self.mean, alpha=-2.0)
-
     def dead(self) -> torch.Tensor:
-        """bool [K]: inputs that were 0 for every token (call before `centre`)."""
+        """bool [K]: inputs that were 0 for every token."""
         return torch.diagonal(self.matrix) == 0
 
 
@@ -84,6 +78,11 @@ def inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
     raise ValueError("the Hessian is not positive definite even with 10^5 times the damping")
 
 
+# Damping of the match relative to GPTQ's. On all-MiniLM-L6-v2 (CPU, 2026-11-29, calibration text of
+# another kind than the test sentences) 10 gave a mean cosine of 0.980, 1 and no match at all 0.978.
+MATCH_DAMPING = 10.0
+
+
 def matched_weight(weight: torch.Tensor, moments: Moments, percdamp: float) -> torch.Tensor:
     """Weight [N, K] that on the quantised model's inputs best gives the original layer's outputs.
 
@@ -91,7 +90,8 @@ def matched_weight(weight: torch.Tensor, moments: Moments, percdamp: float) -> t
     GPTQ then rounds this one, so that a layer makes up for the errors of the layers before it.
     """
     damped = moments.matrix.clone()
-    torch.diagonal(damped).add_(max(percdamp, 1e-4) * float(torch.diagonal(damped).mean()))
+    damp = MATCH_DAMPING * max(percdamp, 1e-4)
+    torch.diagonal(damped).add_(damp * float(torch.diagonal(damped).mean()))
     lower, info = torch.linalg.cholesky_ex(damped)
     if int(info):
         return weight
