@@ -127,10 +127,6 @@ class Measured:
         return sum(known) / len(known) if known else math.inf
 
 
-class Interrupted(Exception):
-    """The user asked to stop; carries what was measured so far."""
-
-
 def measure(
     timer: Timer,
     fmt: Format,
@@ -143,16 +139,19 @@ def measure(
     warm: bool = False,
     stop: Callable[[], bool] = lambda: False,
     watch: Callable[[str], None] = lambda what: None,
+    into: dict[str, Measured] | None = None,
 ) -> list[Measured]:
     """Checks and times the kernels of `expected_us` (name -> a guess of its us) on the open weight.
 
     stop: asked between bursts; once true, candidates that have no full round stay without figures.
     watch: told what is about to run, for a watchdog. warm: also with one copy of the weight,
-    which then stays in L2. Results are in the order of `expected_us`.
+    which then stays in L2. into: filled as results come, for callers that an interrupt ends.
+    Results are in the order of `expected_us`.
     """
     settings = settings or Settings()
     limit = dict(settings.tolerance)[fmt.dtype]
-    results = {name: Measured(name) for name in expected_us}
+    results = {} if into is None else into
+    results.update({name: Measured(name) for name in expected_us})
     sound = [r for r in results.values() if _is_sound(timer, r, m, limit, watch)]
     if not sound:
         return list(results.values())

@@ -1,0 +1,410 @@
+"""`marlin-cutlass explore MxNxK`: enumerate, compile, check and time variants for one problem.
+
+    marlin-cutlass explore 16x4096x4096                        on this machine's GPU
+    marlin-cutlass explore 16x4096x4096 --set stages=3..5 --html report.html
+    marlin-cutlass explore 16x4096x4096 --gpu H200             no GPU: ranked by the cost model
+    marlin-cutlass explore --paper --gpu A10                   the MARLIN paper's figures, modelled
+
+What is not built is compiled into the JIT cache. Wrong kernels are named and excluded.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from generator.arch import ARCHS, Arch, Gpu, arch_for_capability, resolve_arch
+from generator.cost import estimate, reference_gpu
+from generator.problem import ProblemShape
+from generator.toolchain import BuildError, default_jobs
+from generator.variant import Variant
+from marlin_cutlass import dispatch, jit
+from marlin_cutlass.explore_candidates import gpu_for, gpu_named
+from marlin_cutlass.explore_measure import Format, Measured, Timer, measure
+from marlin_cutlass.explore_rows import (
+    Exploration,
+    Row,
+    add_facts,
+    add_figures,
+    cubin_facts,
+    limit_us,
+    make_row,
+    print_table,
+    sort_rows,
+)
+from marlin_cutlass.explore_shapes import parse_problem
+from marlin_cutlass.explore_space import (
+    Space,
+    choose,
+    enumerate_space,
+    near_misses,
+    parse_overrides,
+)
+
+COUNT = 40  # variants that are looked at closely
+COMPILED_WITHOUT_GPU = 4  # their static facts; more when asked
+SWEPT = 3  # variants whose time is shown against M
+SWEEP_MS = (1, 8, 16, 32, 64, 128, 256, 512)
+BUILT = 10  # of the kernels that are built, so many of the best predicted ones are always in
+out = Console(soft_wrap=True, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+@dataclass
+class Explorer:
+    """One run: what is asked for, and where it is measured (timer None: nowhere)."""
+
+    problem: ProblemShape
+    arch: Arch
+    gpu: Gpu
+    overrides: dict[str, tuple] = field(default_factory=dict)
+    timer: Timer | None = None
+    count: int = COUNT
+    compile_count: int | None = None  # None: all with a GPU, a few without
+    jobs: int = 1
+    sweep: bool = True
+    spent: Callable[[], bool] = lambda: False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def format(self) -> Format:
+        p = self.problem
+        return Format(p.dtype, p.zeros, p.kernel_group_size)
+
+    def run(self) -> Exploration:
+        """Enumerates, compiles, measures; an interrupt ends the step and keeps what there is."""
+        space = enumerate_space(self.problem, self.arch, self.gpu, self.overrides)
+        table = self._table()
+        chosen = choose(space, self.count, self._built(space, table), self.overrides)
+        variants = [Variant.parse(name) for name in chosen]
+        kernels = self._kernels(variants, table)
+        rows = {v.name: make_row(self.problem, v, self.gpu, chosen[v.name]) for v in variants}
+        self._mark_choice(rows, table)
+        folders = [Path(k.file).parent for k in kernels.values() if Path(k.file).is_absolute()]
+        folders += [table.folder] if table else []
+        facts = cubin_facts(dict.fromkeys(folders), rows)
+        found = self._result(space, rows)
+        for row in rows.values():
+            add_facts(row, self.arch, facts)
+        if self.timer is not None:
+            self._measure(rows, kernels, found.limit_us)
+        found.rows = sort_rows(list(rows.values()))
+        found.sweep = self._sweep(found.rows, kernels)
+        return found
+
+    # ---- what there is ---------------------------------------------------------------------------
+
+    def _table(self) -> dispatch.Table | None:
+        folder = dispatch.built_archs().get(self.arch.name)
+        return None if folder is None else dispatch.current_table(folder)
+
+    def _built(self, space: Space, table: dispatch.Table | None) -> list[str]:
+        """Kernels of the table that are in the space: the table's choice and the likeliest."""
+        if table is None:
+            return []
+        names = [k.name for k in table.kernels if k.name in space.predicted]
+        names.sort(key=lambda name: space.predicted[name])
+        choice = self._choice(table)
+        first = [choice] if choice in space.predicted else []
+        return list(dict.fromkeys([*first, *names[:BUILT]]))
+
+    def _choice(self, table: dispatch.Table | None) -> str | None:
+        p = self.problem
+        try:
+            form = (p.kernel_group_size, p.dtype, p.zeros, self.gpu.sms)
+            return table.select(p.m, p.n, p.k, *form)[0].name if table else None
+        except LookupError:
+            return None
+
+    def _mark_choice(self, rows: dict[str, Row], table: dispatch.Table | None) -> None:
+        choice = self._choice(table)
+        if choice in rows:
+            rows[choice].choice = True
+
+    def _result(self, space: Space, rows: dict[str, Row]) -> Exploration:
+        leader = space.ranked[0]
+        device = self.timer.device.name if self.timer else None
+        return Exploration(
+            problem=self.problem,
+            arch=self.arch.name,
+            gpu=self.gpu.name,
+            measured_on=device,
+            limit_us=limit_us(self.problem, self.gpu, self._device()),
+            rows=list(rows.values()),
+            space={
+                "legal": len(space.legal),
+                "illegal": sum(space.reasons.values()),
+                "reasons": dict(space.reasons.most_common()),
+                "set": {knob: list(values) for knob, values in self.overrides.items()},
+            },
+            near_misses=[asdict(miss) for miss in near_misses(space, leader)],
+            roofline={
+                "bandwidth": self.gpu.bandwidth,
+                "tensor_flops": self.gpu.tensor_flops,
+                "bytes": self.problem.weight_bytes
+                + 2 * self.problem.m * (self.problem.k + self.problem.n),
+            },
+            environment=asdict(self.timer.device) if self.timer else {},
+            notes=self.notes,
+        )
+
+    # ---- compiling -------------------------------------------------------------------------------
+
+    def _kernels(
+        self, variants: list[Variant], table: dispatch.Table | None
+    ) -> dict[str, dispatch.Kernel]:
+        """Kernels by name: of the table, of the cache, or compiled now."""
+        built = {k.name: k for k in table.kernels} if table else {}
+        kernels = {v.name: built[v.name] for v in variants if v.name in built}
+        missing = []
+        for variant in variants:
+            cached = None if variant.name in kernels else jit.find(variant, self.arch.name)
+            if cached is not None:
+                kernels[variant.name] = cached
+            elif variant.name not in kernels:
+                missing.append(variant)
+        without_gpu = COMPILED_WITHOUT_GPU if self.timer is None else None
+        limit = without_gpu if self.compile_count is None else self.compile_count
+        wanted = missing[:limit]
+        if wanted:
+            kernels |= self._compile(wanted)
+        if self.timer is not None and len(kernels) < len(variants):
+            self.notes.append(
+                f"{len(variants) - len(kernels)} variants are not compiled: not measured"
+            )
+        return kernels
+
+    def _compile(self, variants: list[Variant]) -> dict[str, dispatch.Kernel]:
+        columns = (
+            TextColumn("compiling"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[last]}"),
+        )
+        try:
+            with Progress(*columns, console=err) as progress:
+                task = progress.add_task("compile", total=len(variants), last="")
+
+                def done(name: str, error: str | None) -> None:
+                    last = f"{'FAILED ' if error else ''}{name}"
+                    progress.update(task, advance=1, last=last)
+
+                kernels, errors = jit.compile_variants(variants, self.arch, self.jobs, done)
+        except KeyboardInterrupt:
+            self.notes.append("interrupted while compiling")
+            found = {v.name: jit.find(v, self.arch.name) for v in variants}
+            return {name: kernel for name, kernel in found.items() if kernel is not None}
+        except (BuildError, OSError, ImportError) as error:
+            self.notes.append(f"nothing was compiled: {str(error).splitlines()[0]}")
+            return {}
+        for name, text in errors.items():
+            self.notes.append(f"not compiled: {name}: {text.splitlines()[0]}")
+        return kernels
+
+    # ---- measuring -------------------------------------------------------------------------------
+
+    def _measure(
+        self, rows: dict[str, Row], kernels: dict[str, dispatch.Kernel], limit: float
+    ) -> None:
+        """Checks and times every kernel that is there; figures go into the rows."""
+        timer, p = self.timer, self.problem
+        self._register(kernels)
+        copies = timer.open(p.n, p.k, self.format, max(p.m, max(SWEEP_MS) if self.sweep else 0))
+        guesses = {name: rows[name].predicted_us for name in kernels}
+        results: dict[str, Measured] = {}
+        pdl = (False, True) if timer.device.capability >= (9, 0) else (False,)
+        try:
+            measure(
+                timer,
+                self.format,
+                p.m,
+                guesses,
+                copies,
+                pdl=pdl,
+                warm=True,
+                stop=self.spent,
+                into=results,
+            )
+        except KeyboardInterrupt:
+            self.notes.append("interrupted: what was measured is shown")
+            self.sweep = False
+        for name, found in results.items():
+            add_figures(rows[name], found, p, limit)
+        if self.spent():
+            self.notes.append("the time budget ended the measurement")
+
+    def _register(self, kernels: dict[str, dispatch.Kernel]) -> None:
+        from marlin_cutlass import library
+
+        more = [k for k in kernels.values() if Path(k.file).is_absolute()]
+        if more:
+            library.add_kernels(more, self.timer.device.capability)
+
+    def _sweep(self, rows: list[Row], kernels: dict[str, dispatch.Kernel]) -> list[dict[str, Any]]:
+        """Time against M of the best variants: the model's, and measured where there is a GPU."""
+        points = []
+        best = [r for r in rows if not r.refused][:SWEPT]
+        for row in best:
+            for m in sorted({*SWEEP_MS, self.problem.m}):
+                p = self.problem
+                problem = ProblemShape(m, p.n, p.k, p.group_size, p.dtype, p.zeros)
+                predicted = estimate(problem, Variant.parse(row.name), self.gpu).total
+                point = {"name": row.name, "m": m, "predicted_us": predicted, "us": None}
+                points.append(point | {"limit_us": limit_us(problem, self.gpu, self._device())})
+        if self.timer is None or not self.sweep:
+            return points
+        try:
+            self._measure_sweep(points, [row.name for row in best if row.us is not None])
+        except KeyboardInterrupt:
+            self.notes.append("interrupted: time against M is not complete")
+        return points
+
+    def _device(self) -> str:
+        """Name by which measured limits are looked up."""
+        return self.timer.device.name if self.timer else self.gpu.name
+
+    def _measure_sweep(self, points: list[dict[str, Any]], names: list[str]) -> None:
+        timer, p = self.timer, self.problem
+        copies = timer.open(p.n, p.k, self.format, max(*SWEEP_MS, p.m))
+        for m in sorted({point["m"] for point in points}):
+            if self.spent():
+                break
+            here = {x["name"]: x for x in points if x["m"] == m and x["name"] in names}
+            guesses = {name: x["predicted_us"] for name, x in here.items()}
+            found = measure(timer, self.format, m, guesses, copies, pdl=(False,), stop=self.spent)
+            for result in found:
+                here[result.kernel]["us"] = result.us
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from '60', '60s' or '2m'; ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min)?", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"budget {text!r} is not a time such as 60s or 2m")
+    return float(match[1]) * (1 if match[2] in (None, "s") else 60)
+
+
+def find_timer() -> Timer | None:
+    """The timer of this machine's GPU, or None where torch sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    from marlin_cutlass.explore_gpu import GpuTimer
+
+    return GpuTimer()
+
+
+def target(timer: Timer | None, arch: str | None, gpu: str | None) -> tuple[Arch, Gpu]:
+    """Architecture and modelled GPU; ValueError where nothing says which."""
+    if timer is not None:
+        own = arch_for_capability(*timer.device.capability)
+        return own, gpu_for(timer.device.name, own, timer.device.sms)
+    if gpu is not None:
+        found = gpu_named(gpu)
+        named = resolve_arch(arch)[0] if arch else ARCHS[found.arch]
+        if named.name != found.arch:
+            raise ValueError(f"--gpu {gpu} is {found.arch}, not {named.name}")
+        return named, found
+    if arch is not None:
+        named = resolve_arch(arch)[0]
+        return named, reference_gpu(named)
+    raise ValueError("no GPU here: name one with --gpu, such as --gpu H200, to rank by the model")
+
+
+@app.command()
+def main(
+    problem: Annotated[str | None, typer.Argument(help="MxNxK, such as 16x4096x4096")] = None,
+    arch: Annotated[str | None, typer.Option(help="without a GPU: such as sm_86")] = None,
+    gpu: Annotated[str | None, typer.Option(help="rank by the model for A10, H200, ...")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="KNOB=VALUES such as n_sm=128,256 or stages=3..5; repeatable"),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="time for measuring, such as 60s or 2m")] = "60s",
+    count: Annotated[int, typer.Option(min=1, help="variants to look at")] = COUNT,
+    compile_: Annotated[
+        int | None,
+        typer.Option("--compile", min=0, help="compile at most so many of those not built"),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="parallel compilations")] = None,
+    dtype: Annotated[str, typer.Option(help="f16 or bf16")] = "f16",
+    zeros: Annotated[bool, typer.Option("--zeros", help="zero points")] = False,
+    group_size: Annotated[int, typer.Option(help="32, 64, 128 or -1")] = 128,
+    sweep: Annotated[bool, typer.Option(help="time against M of the best three")] = True,
+    json_: Annotated[Path | None, typer.Option("--json", help="write everything as JSON")] = None,
+    html: Annotated[Path | None, typer.Option(help="write one self-contained page")] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="print at most so many rows")] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="figures of the MARLIN paper from the model (A10)")
+    ] = False,
+) -> None:
+    """Compile, check and time kernel variants for one shape."""
+    if paper:
+        from marlin_cutlass.explore_paper import figures
+
+        return out.print(figures(gpu or "A10"), markup=False)
+    if problem is None:
+        raise ValueError("a problem MxNxK is needed, such as 16x4096x4096")
+    shape = ProblemShape(*parse_problem(problem), group_size, dtype, zeros)
+    seconds, overrides = parse_seconds(budget), parse_overrides(set_ or [])
+    timer = find_timer() if gpu is None else None
+    where, model = target(timer, arch, gpu)
+    explorer = Explorer(
+        shape,
+        where,
+        model,
+        overrides,
+        timer,
+        count,
+        compile_,
+        jobs or default_jobs(),
+        sweep,
+    )
+    started = time.monotonic()
+    explorer.spent = lambda: time.monotonic() - started > seconds
+    found = explorer.run()
+    report(found, top, json_, html)
+    err.print(f"{time.monotonic() - started:.1f} s")
+
+
+def report(found: Exploration, top: int | None, json_: Path | None, html: Path | None) -> None:
+    """The ranking, the near misses and the files."""
+    print_table(found, out, top)
+    space = found.space
+    out.print(
+        f"{space['legal']} legal variants on {found.arch}, {space['illegal']} combinations are not"
+    )
+    for miss in found.near_misses:
+        out.print(f"  not {miss['knob']}={miss['value']}: {miss['reason']}", markup=False)
+    for note in found.notes:
+        out.print(f"note: {note}", markup=False)
+    if json_ is not None:
+        found.save_json(json_)
+        out.print(f"wrote {json_}")
+    if html is not None:
+        from marlin_cutlass.explore_page import save_page
+
+        save_page(found, html)
+        out.print(f"wrote {html}")
+
+
+if __name__ == "__main__":
+    from marlin_cutlass.cli import app as whole
+
+    whole(["explore", *sys.argv[1:]], prog_name="python -m marlin_cutlass")
