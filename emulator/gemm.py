@@ -34,10 +34,10 @@ class Result:
 class Options:
     """How a launch is emulated, beyond the operands.
 
-    sms: SMs of the imagined GPU, which sets the grid. ldc: row stride of C in elements (default n).
-    c_offset: bytes by which C's base misses a 16-byte boundary (a multiple of 2). programmatic:
-    check the rules of programmatic dependent launch. include: headers to compile against. debug:
-    compile for gdb.
+    sms: SMs of the imagined GPU, which sets the grid and how many blocks run at a time. ldc: row
+    stride of C in elements (default n). c_offset: bytes by which C's base misses a 16-byte boundary
+    (a multiple of 2). programmatic: check the rules of programmatic dependent launch. include:
+    headers to compile against. debug: compile for gdb.
     """
 
     sms: int = 3
@@ -84,6 +84,7 @@ def gemm(
         threads=variant.threads,
         shared_bytes=variant.shared_bytes,
         cluster=schedule.cluster,
+        resident=max(1, options.sms * variant.ctas_per_sm // schedule.cluster) * schedule.cluster,
         tensor_map=memory.tensor_map(variant) if hopper else None,
         programmatic=programmatic,
         seed=options.seed,

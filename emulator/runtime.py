@@ -88,7 +88,7 @@ class _Launch(ctypes.Structure):
         ("buffers", ctypes.c_void_p),
         *(
             (name, ctypes.c_int32)
-            for name in ("buffer_count", "grid", "threads", "shared_bytes", "cluster")
+            for name in ("buffer_count", "grid", "threads", "shared_bytes", "cluster", "resident")
         ),
         ("programmatic", ctypes.c_int32),
         ("seed", ctypes.c_uint64),
@@ -118,8 +118,8 @@ class Buffer:
 class Launch:
     """One launch: the geometry that a driver would be given, and the seed of the schedule.
 
-    seed 0 is the plain order; other seeds draw preemption, priorities of warps and landing times of
-    copies.
+    resident: blocks that run at a time, started in order as others end; 0 means all. seed 0 is the
+    plain order; other seeds draw preemption, priorities of warps and landing times of copies.
     """
 
     params: GemmParams
@@ -128,6 +128,7 @@ class Launch:
     threads: int
     shared_bytes: int
     cluster: int = 1
+    resident: int = 0
     tensor_map: TensorMap | None = None
     programmatic: bool = False
     seed: int = 0
@@ -162,6 +163,7 @@ def run(library: Path, symbol: str, launch: Launch) -> dict[str, int]:
         tensor_map,
         ctypes.addressof(buffers),
         *(len(buffers), launch.grid, launch.threads, launch.shared_bytes, launch.cluster),
+        launch.resident,
         *(int(launch.programmatic), launch.seed),
     )
     kind, text = ctypes.c_char_p(), ctypes.c_char_p()

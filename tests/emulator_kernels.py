@@ -44,6 +44,7 @@ class Shape:
     threads: int = 32
     shared_bytes: int = 4096
     cluster: int = 1
+    resident: int = 0
     seed: int = 0
     programmatic: bool = False
 

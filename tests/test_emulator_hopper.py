@@ -242,6 +242,15 @@ def test_accumulators_are_not_there_before_the_wait() -> None:
     assert np.isfinite(got[:, 8:]).all()
 
 
+_SECOND = "wgmma_wait<0>(); a[1] = 0; wgmma_fence();"
+_AGAIN = "wgmma_m64k16<ELEMENT, N>(d, a, make_descriptor(low)); wgmma_commit(); wgmma_wait<0>();"
+
+
+def test_registers_may_change_before_the_fence() -> None:
+    got, expected = run_wgmma(16, "f16", AFTER=f"{_SECOND} {_AGAIN}")
+    assert np.isfinite(got).all() and not np.allclose(got, expected)
+
+
 @pytest.mark.parametrize(
     "kind, text, changes",
     [
@@ -250,6 +259,8 @@ def test_accumulators_are_not_there_before_the_wait() -> None:
         ("race", "changed A registers", {"AFTER": "a[5] ^= 1; wgmma_wait<0>();"}),
         ("race", "changed accumulators", {"AFTER": "d[1] = 0.f; wgmma_wait<0>();"}),
         ("wgmma", "returned with wgmma in flight", {"AFTER": ""}),
+        ("wgmma", "wrote A registers between", {"AFTER": f"{_SECOND} a[0] = 0; {_AGAIN}"}),
+        ("wgmma", "wrote accumulators between", {"AFTER": f"{_SECOND} d[0] = 0.f; {_AGAIN}"}),
         ("wgmma", "multiple of 1024 bytes", {"SHIFT": "128"}),
         (
             "race",

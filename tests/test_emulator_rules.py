@@ -212,6 +212,24 @@ def test_flags_between_blocks(seed: int) -> None:
     )
 
 
+def test_blocks_wait_for_a_place_in_order() -> None:
+    """A later block may wait for an earlier one, not the other way round, when only one runs."""
+    body = """
+  if (block != {first}) wait_flag(p.flags + block {step}, 1u);
+  st_release(p.flags + block, 1u);
+  store(p, 32 * block + lane, 1u);
+"""
+    for resident in (1, 2, 0):
+        c, _ = run_kernel(
+            body.format(first=0, step="- 1"), grid=4, resident=resident, out_words=128
+        )
+        assert (c == 1).all()
+    backwards = body.format(first=3, step="+ 1")
+    run_kernel(backwards, grid=4, out_words=128)
+    text = raises("deadlock", "at wait_flag", backwards, grid=4, resident=3, out_words=128)
+    assert "1 clusters of blocks have not started" in text
+
+
 @pytest.mark.parametrize("stride, waves", [(1, 1), (2, 2), (8, 8), (32, 32), (33, 1)])
 def test_bank_conflicts_are_counted(stride: int, waves: int) -> None:
     body = f"  st_shared_u32(base + 4 * {stride} * lane, 1u);\n  store(p, lane, 1u);"

@@ -28,7 +28,7 @@ void reset_warp(Block& block, int index, uint32_t agent) {
   warp.index = index;
   warp.ready = warp.alive = kFullMask;
   warp.agent = agent;
-  warp.clock.assign(machine.agents, 0);
+  warp.clock.assign(machine.previous_grid_agent + 1, 0);
   warp.clock[agent] = 1;
   warp.priority = static_cast<int>(machine.random.below(4));
   for (int l = 0; l < kWarpSize; ++l) {
@@ -38,22 +38,26 @@ void reset_warp(Block& block, int index, uint32_t agent) {
     lane.grid = machine.launch->grid;
     lane.warp = &warp;
     lane.index = l;
-    start_fiber(lane.fiber, agent * kWarpSize + static_cast<uint32_t>(l), lane_main);
+    const size_t thread = static_cast<size_t>(block.slot * machine.launch->threads + lane.thread);
+    start_fiber(lane.fiber, thread, lane_main);
   }
 }
 
-void reset_block(Block& block, int index) {
+void start_block(Block& block, int slot) {
   const EmuLaunch& launch = *machine.launch;
-  block.index = index;
-  block.rank = index % launch.cluster;
-  block.cluster = &machine.clusters[static_cast<size_t>(index / launch.cluster)];
-  block.cluster->blocks.push_back(&block);
+  block.slot = slot;
   block.shared.assign(static_cast<size_t>(launch.shared_bytes), 0xff);  // NaN as fp16, bf16 and fp32
   block.shadow.reset(static_cast<size_t>(launch.shared_bytes), 4);
   block.threads_left = launch.threads;
   const int warps = launch.threads / kWarpSize;
   block.warps = std::vector<Warp>(static_cast<size_t>(warps));
-  for (int w = 0; w < warps; ++w) reset_warp(block, w, static_cast<uint32_t>(index * warps + w));
+  machine.alive_warps += warps;
+  for (int w = 0; w < warps; ++w) {
+    reset_warp(block, w, static_cast<uint32_t>(block.index * warps + w));
+    Warp& warp = block.warps[static_cast<size_t>(w)];
+    warp.queued = true;
+    machine.run_queue.push_back(&warp);
+  }
 }
 
 void draw_policy(uint64_t seed) {
@@ -82,10 +86,30 @@ void reset_global_shadow() {
   }
 }
 
+void reset_blocks(const EmuLaunch& launch) {
+  const int resident = launch.resident ? std::min(launch.resident, launch.grid) : launch.grid;
+  reserve_stacks(static_cast<size_t>(resident) * static_cast<size_t>(launch.threads));
+  machine.finished.clear();
+  machine.free_slots.clear();
+  for (int slot = resident; slot-- > 0;) machine.free_slots.push_back(slot);
+  machine.next_cluster = 0;
+  machine.clusters = std::vector<Cluster>(static_cast<size_t>(launch.grid / launch.cluster));
+  machine.blocks = std::vector<Block>(static_cast<size_t>(launch.grid));
+  for (Cluster& cluster : machine.clusters) cluster.threads = launch.cluster * launch.threads;
+  for (int b = 0; b < launch.grid; ++b) {
+    Block& block = machine.blocks[static_cast<size_t>(b)];
+    block.index = b;
+    block.rank = b % launch.cluster;
+    block.cluster = &machine.clusters[static_cast<size_t>(b / launch.cluster)];
+    block.cluster->blocks.push_back(&block);
+  }
+}
+
 const char* check_launch(const EmuLaunch& launch) {
   if (launch.grid < 1 || launch.threads < kWarpSize || launch.threads % kWarpSize || launch.threads > 1024)
     return "grid must be positive and threads a multiple of 32 up to 1024";
   if (launch.cluster < 1 || launch.grid % launch.cluster) return "grid must be a multiple of the cluster size";
+  if (launch.resident < 0 || launch.resident % launch.cluster) return "resident must be a multiple of the cluster size";
   if (launch.shared_bytes < 0 || launch.shared_bytes > 227 * 1024) return "shared memory must fit in 227 KiB (the limit of sm_90)";
   return nullptr;
 }
@@ -104,23 +128,30 @@ void reset_machine(const EmuLaunch& launch) {
   std::fill(std::begin(machine.statistics), std::end(machine.statistics), 0);
   draw_policy(launch.seed);
   const auto warps = static_cast<uint32_t>(launch.grid * launch.threads / kWarpSize);
-  machine.alive_warps = static_cast<int>(warps);
+  machine.alive_warps = 0;
   machine.previous_grid_agent = warps;
   machine.agents = warps + 1;
   reset_global_shadow();
-  reserve_stacks(static_cast<size_t>(warps) * kWarpSize);
-  machine.clusters = std::vector<Cluster>(static_cast<size_t>(launch.grid / launch.cluster));
-  for (Cluster& cluster : machine.clusters) cluster.threads = launch.cluster * launch.threads;
-  machine.blocks = std::vector<Block>(static_cast<size_t>(launch.grid));
-  for (int b = 0; b < launch.grid; ++b) reset_block(machine.blocks[static_cast<size_t>(b)], b);
-  for (Block& block : machine.blocks)
-    for (Warp& warp : block.warps) {
-      warp.queued = true;
-      machine.run_queue.push_back(&warp);
-    }
+  reset_blocks(launch);
 }
 
 }  // namespace
+
+bool start_clusters() {
+  bool started = false;
+  while (machine.next_cluster < machine.clusters.size()) {
+    Cluster& cluster = machine.clusters[machine.next_cluster];
+    if (cluster.blocks.size() > machine.free_slots.size()) break;
+    for (Block* block : cluster.blocks) {
+      start_block(*block, machine.free_slots.back());
+      machine.free_slots.pop_back();
+    }
+    ++machine.next_cluster;
+    started = true;
+  }
+  return started;
+}
+
 }  // namespace emu
 
 using namespace emu;

@@ -31,6 +31,7 @@ struct EmuLaunch {
   const EmuBuffer* buffers;
   int32_t buffer_count;
   int32_t grid, threads, shared_bytes, cluster;
+  int32_t resident;              // blocks that run at a time, started in order; 0: all
   int32_t programmatic;          // 1: check the rules of programmatic dependent launch
   uint64_t seed;
 };

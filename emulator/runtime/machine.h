@@ -82,6 +82,13 @@ struct WgmmaAccumulator {  // values kept back while their registers are poisone
   std::vector<float> values;
 };
 
+struct RegisterRange {  // operands of wgmma in the registers of a warp, and what they held at the last wgmma_fence
+  const uint32_t* where[kWarpSize];
+  size_t words;
+  bool known = false;  // false: in flight at the fence
+  std::vector<uint32_t> at_fence;
+};
+
 struct Warp {
   Block* block = nullptr;
   int index = 0;
@@ -100,6 +107,7 @@ struct Warp {
   std::deque<WgmmaOperation> open_wgmma;
   std::deque<std::deque<WgmmaOperation>> wgmma_groups;
   std::unordered_map<const float*, WgmmaAccumulator> wgmma_held;  // by lane 0's registers
+  std::vector<RegisterRange> wgmma_ranges;
   bool wgmma_fenced = false;
   uint64_t wgmma_issued = 0;
   uint32_t proxy_fence_clock = 0;  // own clock at the last fence_proxy_async
@@ -140,6 +148,7 @@ struct Cluster {
 
 struct Block {
   int index = 0, rank = 0;
+  int slot = -1;  // place among the resident blocks; -1 before the start and after the end
   Cluster* cluster = nullptr;
   std::vector<uint8_t> shared;
   Shadow shadow;
@@ -188,6 +197,9 @@ struct Machine {
   const EmuLaunch* launch = nullptr;
   std::vector<Block> blocks;
   std::vector<Cluster> clusters;
+  size_t next_cluster = 0;       // clusters start in order, as slots become free
+  std::vector<int> free_slots;
+  std::vector<Block*> finished;  // their slots are freed at the next scheduling step
   std::unordered_map<const void*, Flag> flags;
   std::vector<AsyncTransfer> transfers;
   GlobalShadow global_shadow;
@@ -207,6 +219,9 @@ struct Machine {
 
 extern Machine machine;
 inline Lane& current() { return *static_cast<Lane*>(emu_thread); }
+
+// ---- launch.cpp
+bool start_clusters();  // as many as fit; false if none was left
 
 // ---- scheduler.cpp
 void run_machine();

@@ -53,10 +53,9 @@ Access access_of(const Lane& lane) { return {lane.warp->agent, lane.index, &lane
 
 std::string describe_conflict(const Conflict& conflict) {
   const Epoch& e = conflict.epoch;
-  const uint32_t warps = static_cast<uint32_t>(machine.blocks.size() * machine.blocks[0].warps.size());
   std::string who = "an asynchronous copy";
-  if (e.agent < warps) {
-    const uint32_t per_block = static_cast<uint32_t>(machine.blocks[0].warps.size());
+  if (e.agent < machine.previous_grid_agent) {
+    const uint32_t per_block = static_cast<uint32_t>(machine.launch->threads / kWarpSize);
     who = format_text("block %u warp %u", e.agent / per_block, e.agent % per_block);
   }
   const std::string site = site_text(e.site);

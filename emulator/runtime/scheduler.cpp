@@ -75,10 +75,28 @@ void maybe_land() {
   if (one_in ? machine.random.below(one_in) == 0 : only_spinning()) land_one_transfer();
 }
 
+// The memory of blocks that have returned goes to the next ones. Not done by the last lane itself: it still stands on its stack.
+void retire_blocks() {
+  for (Block* block : machine.finished) {
+    machine.free_slots.push_back(block->slot);
+    block->slot = -1;
+    block->shared = {};
+    block->shadow = {};
+    block->warps = {};
+    block->mbarriers.clear();
+    block->wgmma_stream.clear();
+  }
+  machine.finished.clear();
+  start_clusters();
+}
+
 }  // namespace
 
 void run_machine() {
-  while (machine.alive_warps && !machine.failed) {
+  start_clusters();
+  while (!machine.failed) {
+    if (!machine.finished.empty()) retire_blocks();
+    if (!machine.alive_warps && !start_clusters()) return;
     maybe_land();
     if (machine.run_queue.empty()) {
       if (!land_one_transfer()) record_failure("deadlock", "no thread can go on\n" + describe_waiting());
@@ -110,7 +128,10 @@ void leave_lane_for_ever() {
     flush_bank_accesses(*me.warp);
     check_warp_exit(*me.warp);
   }
-  if (--block.threads_left == 0) check_block_exit(block);
+  if (--block.threads_left == 0) {
+    check_block_exit(block);
+    machine.finished.push_back(&block);
+  }
   progress();
   leave_lane();
   __builtin_unreachable();
@@ -228,6 +249,8 @@ std::string describe_waiting() {
   int shown = 0;
   for (const Block& block : machine.blocks)
     if (block.threads_left && ++shown <= kBlocksShown) text += describe_block(block);
+  if (machine.next_cluster < machine.clusters.size())
+    text += format_text("  %zu clusters of blocks have not started\n", machine.clusters.size() - machine.next_cluster);
   if (shown > kBlocksShown) text += format_text("  ... and %d more blocks\n", shown - kBlocksShown);
   return text;
 }

@@ -1,5 +1,6 @@
 // wgmma: a warp's 16 of the 64 rows, A in registers, B in swizzled shared memory. The sums are computed at wgmma_wait, as late as the
 // hardware may; until then the accumulator registers hold a poison pattern.
+#include <algorithm>
 #include <cstring>
 
 #include "arithmetic.h"
@@ -84,6 +85,29 @@ void return_accumulators(Warp& warp, const WgmmaOperation& op) {
   warp.wgmma_held.erase(held);
 }
 
+// Registers may not be written between the fence and the wgmma that uses them. Ranges are known from their first use on.
+void check_unchanged_since_fence(Warp& warp, const uint32_t* const (&where)[kWarpSize], size_t words, const char* what) {
+  for (const RegisterRange& range : warp.wgmma_ranges) {
+    if (range.where[0] != where[0] || range.words != words) continue;
+    for (int l = 0; l < kWarpSize && range.known; ++l)
+      if (std::memcmp(&range.at_fence[static_cast<size_t>(l) * words], where[l], words * 4))
+        fail("wgmma", "lane %d wrote %s between wgmma_fence and this wgmma", l, what);
+    return;
+  }
+  RegisterRange range;
+  std::copy(std::begin(where), std::end(where), std::begin(range.where));
+  range.words = words;
+  warp.wgmma_ranges.push_back(std::move(range));
+}
+
+void check_registers(Warp& warp, const WgmmaOperation& op) {
+  check_unchanged_since_fence(warp, op.a, 4, "A registers");
+  if (warp.wgmma_held.count(op.d[0])) return;  // guarded by the poison
+  const uint32_t* accumulators[kWarpSize];
+  for (int l = 0; l < kWarpSize; ++l) accumulators[l] = reinterpret_cast<const uint32_t*>(op.d[l]);
+  check_unchanged_since_fence(warp, accumulators, static_cast<size_t>(op.n) / 2, "accumulators");
+}
+
 void compare_with_warpgroup(Warp& warp, const WgmmaOperation& op) {
   const uint64_t key = static_cast<uint64_t>(warp.index / 4) << 48 | warp.wgmma_issued++;
   const uint64_t what = op.descriptor * 1099511628211ull + static_cast<uint64_t>(op.n) * 2 + op.bf16;
@@ -109,6 +133,7 @@ void run_issue(Warp& warp) {
   if (!warp.wgmma_fenced) fail("wgmma", "no wgmma_fence between the last commit and this wgmma with operands in registers");
   check_descriptor(Descriptor(op.descriptor), op.n);
   check_operand(warp, op, false);
+  check_registers(warp, op);
   compare_with_warpgroup(warp, op);
   take_accumulators(warp, op);
   warp.open_wgmma.push_back(op);
@@ -154,7 +179,14 @@ void finish(Warp& warp, const WgmmaOperation& op) {
   return_accumulators(warp, op);
 }
 
-void run_fence(Warp& warp) { warp.wgmma_fenced = true; }
+void run_fence(Warp& warp) {
+  warp.wgmma_fenced = true;
+  for (RegisterRange& range : warp.wgmma_ranges) {
+    range.known = !warp.wgmma_held.count(reinterpret_cast<const float*>(range.where[0]));
+    range.at_fence.resize(kWarpSize * range.words);
+    for (size_t l = 0; l < kWarpSize; ++l) std::memcpy(&range.at_fence[l * range.words], range.where[l], range.words * 4);
+  }
+}
 
 void run_commit(Warp& warp) {
   warp.wgmma_groups.push_back(std::move(warp.open_wgmma));
