@@ -84,7 +84,7 @@ def build_runtime() -> Path:
         INCLUDE / "marlin_cutlass/emu_api.h",
         INCLUDE / "marlin_cutlass/params.h",
     ]
-    flags = [*COMMON_FLAGS, *RUNTIME_FLAGS]
+    flags = [*COMMON_FLAGS, *RUNTIME_FLAGS, *os.environ.get("EMULATOR_RUNTIME_FLAGS", "").split()]
     target = CACHE / f"runtime-{_digest(sources + sorted(headers), *flags)}.so"
     if target.is_file():
         return target

@@ -4,6 +4,7 @@ numpy."""
 from __future__ import annotations
 
 import ctypes
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from emulator_kernels import run_kernel
 from emulator_packing import round_to
 
-from emulator.build import build_runtime
+from emulator.build import INCLUDE, build_runtime
 
 FORMATS = {False: (10, 5), True: (7, 8)}  # bf16? -> stored mantissa bits, exponent bits
 SPECIAL = [
@@ -180,3 +181,22 @@ def test_shuffles() -> None:
         "  store(p, lane, shuffle_xor(1.f * lane, 5) + static_cast<float>(uniform(lane + 7)));"
     )
     assert np.array_equal(c.view(np.float32), (np.arange(32) ^ 5) + 7)
+
+
+def parameter_counts(header: str) -> dict[str, int]:
+    """Primitives of a header and how many parameters each has."""
+    text = (INCLUDE / "marlin_cutlass" / header).read_text()
+    pattern = r"MC_DEVICE [\w ]+?(\w+)(?:<\w+>)?\(((?:[^()]|\(&\w+\))*)\)"
+    found = re.findall(pattern, text)
+    return {name: len([p for p in arguments.split(",") if p]) for name, arguments in found}
+
+
+@pytest.mark.parametrize(
+    "device, host",
+    [("prims_device.cuh", "prims_host.h"), ("prims_hopper.cuh", "prims_hopper_host.h")],
+)
+def test_host_offers_every_device_primitive(device: str, host: str) -> None:
+    on_device, on_host = parameter_counts(device), parameter_counts(host)
+    on_device.pop("wgmma_expand", None)  # a helper of the device side
+    assert len(on_device) > 20
+    assert {name: on_host.get(name) for name in on_device} == on_device

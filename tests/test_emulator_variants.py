@@ -3,6 +3,10 @@ every decomposition."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +15,7 @@ from emulator_packing import make_weight
 
 from emulator import gemm
 from emulator.__main__ import main
+from emulator.build import ROOT
 from generator.arch import ARCHS
 from generator.space import default_space
 from generator.variant import Variant
@@ -161,3 +166,13 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("seed 0: relative error") and lines[1].startswith("seed 1:")
     assert any(line.split() == ["bulk_bytes", str(4 * 2 * 4608)] for line in lines)
+
+
+def test_portable_fibers() -> None:
+    """The runtime on the C library's contexts, as on CPUs other than x86-64."""
+    name = "w4a16_ampere_f16_g128_m16_n128k128_w2x2_p4_striped_c1"
+    environment = os.environ | {"EMULATOR_RUNTIME_FLAGS": "-DEMU_UCONTEXT"}
+    command = [sys.executable, "-m", "emulator", name, "5", "70", "256", "--seeds", "2"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("relative error") == 2

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <vector>
-#if !defined(__x86_64__)
+#if !EMU_OWN_SWITCH
 #include <ucontext.h>
 #endif
 
@@ -37,7 +37,7 @@ void reserve_stacks(size_t count) {
   }
 }
 
-#if defined(__x86_64__)
+#if EMU_OWN_SWITCH
 
 // Saves the callee-saved registers on the old stack and restores them from the new one (System V ABI).
 extern "C" void emu_switch_stack(void** save, void* load);

@@ -2,12 +2,17 @@
 #pragma once
 #include <cstddef>
 
+// x86-64 has a switch of its own; elsewhere, or with EMU_UCONTEXT defined, the C library's (several times slower).
+#if defined(__x86_64__) && !defined(EMU_UCONTEXT)
+#define EMU_OWN_SWITCH 1
+#endif
+
 namespace emu {
 
 using FiberEntry = void (*)();
 
 struct Fiber {
-#if defined(__x86_64__)
+#if EMU_OWN_SWITCH
   void* stack_pointer = nullptr;
 #else
   void* context = nullptr;  // ucontext_t, created on first use
