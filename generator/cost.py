@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from generator import hopper_cost
 from generator.arch import GPUS, Arch, Gpu
 from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, block_bytes, ceil_div
 from generator.schedule import Schedule, make_schedule
@@ -55,11 +56,14 @@ class Cost:
     compute: float
     fix_up: float
     waves: float
+    overlap_loss: float = (
+        SHARED_TIME  # share of the shorter of (memory, compute) that is not hidden
+    )
 
     @property
     def total(self) -> float:
         longer, shorter = max(self.memory, self.compute), min(self.memory, self.compute)
-        return self.launch + longer + SHARED_TIME * shorter + self.fix_up
+        return self.launch + longer + self.overlap_loss * shorter + self.fix_up
 
     @property
     def bound(self) -> str:
@@ -76,6 +80,8 @@ def reference_gpu(arch: Arch, sms: int | None = None) -> Gpu:
 
 def estimate(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
     """Modelled cost of one cold call on `gpu`."""
+    if variant.family == "hopper":
+        return _estimate_hopper(problem, variant, gpu)
     schedule = make_schedule(problem, variant, gpu.sms)
     busiest, waves = _busiest_steps(variant, schedule, gpu)
     return Cost(
@@ -84,6 +90,20 @@ def estimate(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
         compute=busiest * _step_us(variant, gpu),
         fix_up=_fix_up_us(variant, schedule, waves),
         waves=waves,
+    )
+
+
+def _estimate_hopper(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
+    work = hopper_cost.hopper_work(problem, variant, gpu)
+    traffic = problem.weight_bytes + 2 * problem.m * (problem.k + problem.n)
+    factor = FORMAT_FACTOR[variant.dtype, variant.zeros]
+    return Cost(
+        launch=hopper_cost.START_US,
+        memory=traffic / (gpu.bandwidth * hopper_cost.STREAM_EFFICIENCY) * 1e6,
+        compute=hopper_cost.hopper_compute_us(variant, work, gpu, factor),
+        fix_up=work.rounds * hopper_cost.TILE_US + work.fix_up,
+        waves=work.rounds,
+        overlap_loss=hopper_cost.OVERLAP_LOSS,
     )
 
 

@@ -93,11 +93,16 @@ HOPPER = (
     Row("m128_n256k128_w2x1_p4_dp_c1", SYM128, "97-128, tiles just under one a SM"),
     Row("m128_n256k128_w2x1_p4_streamk_c1", SYM128, "ragged: equal shares of K"),
     Row("m128_n128k128_w2x1_p4_split2_c1", SYM128, "few tiles: a cluster splits K"),
-    Row("m128_n128k128_w2x1_p5_dp_c1_mc2", SYM128, "small tiles for a wave that large ones leave half empty"),
+    Row("m128_n128k128_w2x1_p5_dp_c1_mc2", SYM128, "a wave that large tiles leave half empty"),
+    Row("m128_n64k128_w1x2_p4_dp_c1", SYM128, "few columns, many rows"),
     Row("m128_n128k128_w2x1_p5_hybrid_c1_mc2", ALL, "97-128, equal columns, every format"),
     Row("m192_n128k128_w2x1_p3_dp_c1_mc2", SYM128, "row counts that 256 wastes"),
     Row("m192_n128k128_w2x1_p3_hybrid_c1_mc2", SYM128, "129-192, equal columns"),
-    Row("m256_n128k128_w2x1_p3_dp_c1_mc2", ALL, "prefill, every format: dequantises once per 256 rows"),
+    Row(
+        "m256_n128k128_w2x1_p3_dp_c1_mc2",
+        ALL,
+        "prefill, every format: dequantises once per 256 rows",
+    ),
     Row("m256_n128k128_w2x1_p3_hybrid_c1_mc2", SYM128, "193-512, equal columns"),
     Row("m256_n128k128_w2x1_p3_streamk_c1", SYM128, "ragged prefill: equal shares of K"),
 )

@@ -1,0 +1,100 @@
+"""Time of a Hopper launch on the busiest SM: the part of the cost model that was fitted to measurements.
+
+Constants: least squares (soft L1 on the log ratio) over 2300 timings of 67 geometries on weights from 1024 x 1024 to 57344 x
+8192, M = 8..2048, NVIDIA H200, 2026-11-29, mean of the times with and without dependent launch. Median error 7 %; choosing by it
+costs 3 % on average and 46 % at worst against the best measured geometry, 0.3 % if the first three are measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from generator.arch import Gpu
+from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
+from generator.variant import Variant
+
+START_US = 2.6  # gap between kernels and first data
+OVERLAP_LOSS = 0.0125  # share of the shorter of (memory, compute) that does not hide
+STREAM_EFFICIENCY = 0.99  # of the measured bandwidth, inside the main loop
+# Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile.
+PIECE_CYCLES = {
+    8: 85.0,
+    16: 104.0,
+    24: 119.0,
+    32: 133.0,
+    48: 170.0,
+    64: 196.0,
+    96: 288.0,
+    128: 345.0,
+    192: 488.0,
+    256: 606.0,
+}
+LONE_WARPGROUP, TWO_WARPGROUPS = 1.28, 1.06  # too few warps to hide latency; fades above m_tile 64
+TILE_US = 0.70  # epilogue of a tile, not overlapped
+K_GROUPS_US = 0.62  # sum over k groups in shared memory
+CLUSTER_US = 0.76  # sum over a cluster
+RANGES_US, RANGES_PER_FLOAT = 1.67, 1.2e-4  # stream-K: partial tiles through L2
+# Hybrid without whole blocks: nothing hides the sum over the CTAs that share a block.
+LONE_PASS_US, LONE_PASS_PER_ROW_AND_SHARER = 2.43, 0.0029
+CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the busiest SM does: 64 x 64 pieces of weights, tiles or passes, warpgroups at work."""
+
+    pieces: float
+    rounds: float
+    warpgroups: float
+    fix_up: float
+
+
+def hopper_compute_us(variant: Variant, work: Work, gpu: Gpu, format_factor: float) -> float:
+    """Main loop of the busiest SM. Other formats dequantise slower, which shows at small tiles."""
+    slow = LONE_WARPGROUP if work.warpgroups < 1.5 else TWO_WARPGROUPS
+    factor = slow if work.warpgroups < 2.5 else 1.0
+    if variant.m_tile >= 96:
+        factor = 1 + (factor - 1) * (0.35 if work.warpgroups < 1.5 else 0.0)
+    dequantisation = 40.0 * (format_factor - 1) if variant.m_tile <= 64 else 0.0
+    cycles = PIECE_CYCLES[variant.m_tile] * factor + dequantisation
+    return work.pieces * cycles / gpu.clock * 1e6
+
+
+def hopper_work(problem: ProblemShape, v: Variant, gpu: Gpu) -> Work:
+    """The busiest SM's share of `problem` and the reductions that follow."""
+    blocks, slots = ceil_div(problem.n, BLOCK_COLUMNS), v.n_sm // BLOCK_COLUMNS
+    m_tiles, k_steps = ceil_div(problem.m, v.m_tile), ceil_div(problem.k, v.k_sm)
+    tile_pieces = slots * k_steps * v.k_sm / 64
+    tiles = ceil_div(blocks, slots * v.multicast) * v.multicast * m_tiles
+    warpgroups = v.warps_n * v.warps_k
+    k_groups = K_GROUPS_US if v.warps_k > 1 else 0.0
+    if v.decomposition == "hybrid":
+        return _hybrid(v, blocks, slots, m_tiles, k_steps, gpu)
+    if v.decomposition == "stream_k":
+        rounds = max(1.0, tiles / gpu.sms)
+        fix_up = RANGES_US + RANGES_PER_FLOAT * v.m_tile * v.n_sm
+        return Work(tiles * tile_pieces / gpu.sms, rounds, warpgroups, fix_up + rounds * k_groups)
+    if v.decomposition == "split_k":
+        clusters = gpu.sms * v.ctas_per_sm // v.split
+        clusters = int(clusters * CLUSTERS_OF_FOUR) if v.split == 4 else clusters
+        rounds = ceil_div(tiles, max(1, clusters))
+        per_round = CLUSTER_US + k_groups
+        return Work(rounds * tile_pieces / v.split, rounds, warpgroups, rounds * per_round)
+    ctas = gpu.sms * v.ctas_per_sm // v.multicast * v.multicast
+    rounds = ceil_div(tiles, ctas)
+    return Work(rounds * tile_pieces * v.ctas_per_sm, rounds, warpgroups, rounds * k_groups)
+
+
+def _hybrid(v: Variant, blocks: int, slots: int, m_tiles: int, k_steps: int, gpu: Gpu) -> Work:
+    grid = gpu.sms // v.multicast * v.multicast
+    full = blocks // (grid * slots)
+    whole, left = divmod(blocks - full * grid * slots, grid)
+    share = ceil_div(left, v.multicast) * k_steps / (grid // v.multicast)  # k steps of a CTA
+    pieces = ((full * slots + whole) * k_steps + share) * v.k_sm / 64
+    passes = full + (whole + left > 0)
+    if full or whole:
+        busy = slots if full else min(slots, whole + share / k_steps)
+        return Work(m_tiles * pieces, m_tiles * passes, busy, 0.0)
+    sharers = grid / max(1, left)
+    lone = LONE_PASS_US + LONE_PASS_PER_ROW_AND_SHARER * v.m_tile * sharers
+    return Work(m_tiles * pieces, m_tiles * passes, 1.0, m_tiles * lone)
