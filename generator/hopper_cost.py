@@ -1,8 +1,9 @@
-"""Time of a Hopper launch on the busiest SM: the part of the cost model that was fitted to measurements.
+"""Time of a Hopper launch on the busiest SM: the fitted part of the cost model.
 
-Constants: least squares (soft L1 on the log ratio) over 2300 timings of 67 geometries on weights from 1024 x 1024 to 57344 x
-8192, M = 8..2048, NVIDIA H200, 2026-11-29, mean of the times with and without dependent launch. Median error 7 %; choosing by it
-costs 3 % on average and 46 % at worst against the best measured geometry, 0.3 % if the first three are measured.
+Constants: least squares (soft L1 on the log ratio) over 2300 timings of 67 geometries, weights from
+1024 x 1024 to 57344 x 8192, M = 8..2048, NVIDIA H200, 2026-11-29, mean of times with and without
+dependent launch. Median error 7 %. Choosing by it costs 3 % on average and 46 % at worst against
+the best measured geometry; 0.3 % on average if the first three are measured.
 """
 
 from __future__ import annotations
