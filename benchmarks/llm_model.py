@@ -8,16 +8,15 @@ them. With several GPUs each rank makes its own part: columns of qkv and gate_up
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import llm_kernels as kernels
-from marlin_cutlass import PackedWeight, QuantLinear
+from marlin_cutlass import PackedWeight, QuantLinear, gemm
 from marlin_cutlass.layout import (
     BLOCK_COLUMNS,
     CODE_BYTES,
@@ -33,13 +32,21 @@ CODE_RMS = math.sqrt(sum((q - 8) ** 2 for q in range(16)) / 16)
 GROUP_SIZE = 128
 
 
+class Reduce(Protocol):
+    """Adds a [M, H] tensor over ranks; `buffer` is where it would like that tensor written."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def buffer(self, m: int, width: int) -> Tensor | None: ...
+
+
 @dataclass(frozen=True)
 class Shard:
-    """This process' part of a tensor-parallel model; `reduce` adds a [M, H] tensor over ranks."""
+    """This process' part of a tensor-parallel model."""
 
     rank: int = 0
     world: int = 1
-    reduce: Callable[[Tensor], Tensor] | None = None
+    reduce: Reduce | None = None
 
 
 def random_packed(
@@ -80,6 +87,13 @@ class DenseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight)
+
+
+def multiply_into(layer: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+    """layer(x) for a layer without a bias, written to `out`."""
+    if isinstance(layer, DenseLinear):
+        return torch.mm(x, layer.weight.t(), out=out)
+    return gemm(x, layer.weight_packed, out=out)
 
 
 def random_dense(k: int, n: int, device, generator, dtype=torch.float16) -> Tensor:
@@ -204,12 +218,17 @@ class Model(nn.Module):
         q = kernels.rope_cache(
             layer.qkv(x), self.start, tokens, self.cos, self.sin, norms, self.eps, keys, values
         )
-        x = self._reduced(layer.o(kernels.attend(q, keys, values, self.start, tokens)))
+        x = self._row(layer.o, kernels.attend(q, keys, values, self.start, tokens))
         x, residual = kernels.add_norm(x, residual, layer.norm_2, self.eps)
-        return self._reduced(layer.down(kernels.silu_mul(layer.gate_up(x)))), residual
+        return self._row(layer.down, kernels.silu_mul(layer.gate_up(x))), residual
 
-    def _reduced(self, x: Tensor) -> Tensor:
-        return x if self.shard.reduce is None else self.shard.reduce(x)
+    def _row(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """A row-parallel layer: the ranks' partial sums, added."""
+        reduce = self.shard.reduce
+        if reduce is None:
+            return layer(x)
+        out = reduce.buffer(x.shape[0], self.config.hidden_size)
+        return reduce(layer(x) if out is None else multiply_into(layer, x, out))
 
 
 class Decoder:

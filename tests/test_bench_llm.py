@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
-from benchmarks import llm_kernels
-from benchmarks.llm_model import Decoder, DenseLinear, Model, Shard, random_packed
+from benchmarks import llm, llm_kernels, llm_tables
+from benchmarks.llm_model import (
+    Decoder,
+    DenseLinear,
+    Model,
+    Shard,
+    head_dim,
+    random_packed,
+    rope_theta,
+)
 from marlin_cutlass import QuantLinear, dequantize, pack
 from marlin_cutlass.pack import unpack
 from marlin_cutlass.sharding import fuse_columns, slice_columns
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def tiny(kind="llama", **changes):
@@ -188,20 +202,103 @@ def _lockstep(parts, ids):
     """Both ranks in two threads, adding their partial sums."""
     barrier, shared, out = threading.Barrier(2), [None, None], [None, None]
 
-    def run(rank):
-        def reduce(x):
-            shared[rank] = x
+    class Reduce:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def buffer(self, m, width):
+            return torch.empty(m, width, dtype=torch.float16) if self.rank else None
+
+        def __call__(self, x):
+            shared[self.rank] = x
             barrier.wait()
             total = (shared[0].float() + shared[1].float()).half()
             barrier.wait()
             return total
 
-        with torch.no_grad():
-            object.__setattr__(parts[rank].shard, "reduce", reduce)
-            out[rank] = parts[rank](ids)
+    @torch.no_grad()
+    def run(rank):
+        parts[rank].shard = Shard(rank, 2, Reduce(rank))
+        out[rank] = parts[rank](ids)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     [t.start() for t in threads]
     [t.join(60) for t in threads]
     assert torch.equal(out[0], out[1])
     return out[0]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    sizes = tiny(hidden_size=256, num_attention_heads=8).to_dict()
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "vocab_size", "head_dim",
+    )  # fmt: skip
+    monkeypatch.setattr(llm, "MODELS", {"small": {name: sizes[name] for name in names}})
+
+
+def call(tmp_path, *more):
+    arguments = ["--models", "small", "--batches", "1,2", "--tokens-in", "5", "--tokens-out", "4"]
+    arguments += ["--repeats", "1", "--json", str(tmp_path / "llm.json"), *more]
+    app = typer.Typer()
+    app.command()(llm.main)
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_a_run_writes_table_json_and_plot_and_can_be_shown_again(small, tmp_path):
+    result = call(tmp_path, "--plot", str(tmp_path / "llm.svg"))
+    assert result.exit_code == 0, result.output
+    report = llm_tables.LlmReport.load(tmp_path / "llm.json")
+    assert [(c.kind, c.batch) for c in report.cells] == [
+        (kind, batch) for kind in ("fp16", "int4") for batch in (1, 2)
+    ]
+    assert all(c.status == "ok" and c.cosine > 0.99 for c in report.cells)
+    assert report.finished and not report.skipped
+    fp16, int4 = report.find("small", "fp16", 1), report.find("small", "int4", 1)
+    assert int4.linear_bytes < 0.35 * fp16.linear_bytes
+    assert fp16.ms_per_token == pytest.approx(fp16.decode_ms / 3)
+    assert fp16.tokens_per_s == pytest.approx(4e3 / fp16.total_ms)
+    assert report.speedup("small", 1) == pytest.approx(fp16.total_ms / int4.total_ms)
+    assert (tmp_path / "llm.svg").read_text().count("<svg") == 1
+    again = call(tmp_path, "--replot", str(tmp_path / "llm.json"))
+    assert "small, 5 tokens in / 4 out" in again.output and "2.93" in again.output
+
+
+def test_the_budget_ends_a_run_cleanly_and_a_broken_model_is_reported(small, tmp_path, monkeypatch):
+    result = call(tmp_path, "--budget", "0.0001")
+    assert result.exit_code == 0 and "ended the run early" in result.output
+    monkeypatch.setattr(llm, "MIN_COSINE", 2.0)
+    result = call(tmp_path)
+    report = llm_tables.LlmReport.load(tmp_path / "llm.json")
+    assert not report.cells and "cosine" in report.skipped["small int4"]
+
+
+def test_configurations_are_those_of_the_published_models():
+    config = llm.configuration("llama2-7b")
+    assert config.hidden_size == 4096 and rope_theta(config) == 10000.0
+    qwen = llm.configuration("qwen3-32b")
+    assert qwen.model_type == "qwen3" and head_dim(qwen) == 128 and rope_theta(qwen) == 1e6
+    assert rope_theta(llm.configuration("llama3-8b", 2)) == 500000.0
+    assert llm.configuration("llama3-8b", 2).num_hidden_layers == 2
+
+
+@pytest.mark.slow
+def test_two_processes_over_gloo(small, tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from benchmarks import llm\n"
+        f"SIZES = {llm.MODELS['small']!r}\n"
+        "def run(rank, world, options):\n"
+        "    llm.MODELS['small'] = SIZES\n"
+        "    llm.run(rank, world, options)\n"
+        "if __name__ == '__main__':\n"
+        "    llm.launch(run, 2, dict(models=['small'], kinds=['int4'], batches=[1],\n"
+        "        tokens=(4, 3), budget=None, layers=None, repeats=1, plot=None, all_reduce='auto',\n"
+        f"        json={str(tmp_path / 'two.json')!r}))\n"
+    )
+    subprocess.run([sys.executable, script], check=True, timeout=300)
+    report = llm_tables.LlmReport.load(tmp_path / "two.json")
+    assert [(c.gpus, c.status) for c in report.cells] == [(2, "ok")], report
+    assert report.environment["all_reduce"] == "gloo"
