@@ -253,7 +253,7 @@ class Explorer:
     def _sweep(self, rows: list[Row], kernels: dict[str, dispatch.Kernel]) -> list[dict[str, Any]]:
         """Time against M of the best variants: the model's, and measured where there is a GPU."""
         points = []
-        best = [r for r in rows if not r.refused][:SWEPT]
+        best = _different([r for r in rows if not r.refused])
         for row in best:
             for m in sorted({*SWEEP_MS, self.problem.m}):
                 p = self.problem
@@ -284,6 +284,15 @@ class Explorer:
             found = measure(timer, self.format, m, guesses, copies, pdl=(False,), stop=self.spent)
             for result in found:
                 here[result.kernel]["us"] = result.us
+
+
+def _different(rows: list[Row]) -> list[Row]:
+    """The first SWEPT rows whose tiles or way of cutting the work differ."""
+    kinds: dict[tuple, Row] = {}
+    for row in rows:
+        kind = tuple(row.knobs[knob] for knob in ("m_tile", "n_sm", "decomposition", "split"))
+        kinds.setdefault(kind, row)
+    return list(kinds.values())[:SWEPT]
 
 
 # ---- command line --------------------------------------------------------------------------------

@@ -107,10 +107,14 @@ class GpuTimer:
     def _error(self, m: int) -> float:
         return relative_error(self.out[:m], self.reference[:m])
 
+    def call(self, kernel: str, m: int, copy: int) -> None:
+        """One call on one copy of the weight, finished when this returns."""
+        self._call(self._index(kernel), m, copy)
+        torch.cuda.synchronize()
+
     def check(self, kernel: str, m: int) -> float:
         self.out[:m].fill_(float("nan"))
-        self._call(self._index(kernel), m, 0)
-        torch.cuda.synchronize()
+        self.call(kernel, m, 0)
         return self._error(m)
 
     def capture(self, kernel: str, m: int, pdl: bool, calls: int, warm: bool = False) -> _Graph:

@@ -206,14 +206,14 @@ def near_misses(space: Space, leader: Variant) -> list[NearMiss]:
 
 
 def neighbours(space: Space, leader: Variant) -> list[Variant]:
-    """Legal variants that differ from the leader in one knob."""
-    found = []
+    """Legal variants that differ from the leader in one knob, the knobs taking turns."""
+    by_knob = []
     for knob, domain in _knob_domains(leader).items():
-        for value in domain:
-            other = replace(leader, **{knob: value})
-            if other != leader and legality.why_not(other, space.arch) is None:
-                found.append(other)
-    return found
+        others = [replace(leader, **{knob: value}) for value in domain]
+        mine = [v for v in others if v != leader and legality.why_not(v, space.arch) is None]
+        by_knob.append(sorted(mine, key=lambda v: space.predicted.get(v.name, float("inf"))))
+    turns = itertools.zip_longest(*by_knob)
+    return [variant for turn in turns for variant in turn if variant is not None]
 
 
 def _knob_domains(leader: Variant) -> dict[str, tuple]:
@@ -257,7 +257,6 @@ def choose(
         and sensible_rows(space.problem.m, v.m_tile)
         and all(getattr(v, knob) in values for knob, values in (overrides or {}).items())
     ]
-    near.sort(key=lambda v: space.predicted[v.name])
     for variant in (ranked[0], *near[: count // 3]):
         chosen.setdefault(variant.name, "one knob from the best prediction")
     alike: Counter = Counter()
