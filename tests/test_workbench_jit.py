@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import workbench_fakes as fakes
+from workbench_nvcc import Nvcc
 
 import marlin_cutlass as mc
 from generator.arch import ARCHS
@@ -20,40 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 UNBUILT = "w4a16_hopper_f16_g128_m16_n128k128_w2x1_p6_dp_c2"
 GEOMETRY = "w4a16_hopper_m16_n128k128_w2x1_p6_dp_c2"
 FORM = ("f16", False, 128)
-# A stand-in for nvcc: counts its runs beside itself and copies the source.
-FAKE_NVCC = f"""#!{sys.executable}
-import pathlib, sys
-if "--version" in sys.argv:
-    print("Cuda compilation tools, release 13.0, V13.0.88")
-    sys.exit(0)
-runs = pathlib.Path(__file__).with_name("runs")
-runs.write_text(str(int(runs.read_text()) + 1))
-print("ptxas info    : Used 96 registers, used 1 barriers")
-print("    0 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads")
-text = open(sys.argv[-1]).read()
-if pathlib.Path(__file__).with_name("fail").exists():
-    print("error: no such thing")
-    sys.exit(2)
-open(sys.argv[sys.argv.index("-o") + 1], "w").write(text)
-"""
-
-
-class Nvcc:
-    """The stand-in and how often it compiled."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.path = folder / "nvcc"
-        self.path.write_text(FAKE_NVCC)
-        self.path.chmod(0o755)
-        (folder / "runs").write_text("0")
-
-    @property
-    def runs(self) -> int:
-        return int(self.path.with_name("runs").read_text())
-
-    def break_(self) -> None:
-        self.path.with_name("fail").touch()
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +132,7 @@ def test_an_illegal_variant_is_refused_with_the_rule(nvcc, name, rule):
 
 
 def test_what_the_compiler_says_is_shown(nvcc):
-    nvcc.break_()
+    nvcc.fails()
     with pytest.raises(ValueError, match="no such thing"):
         index(UNBUILT)
     with pytest.raises(ValueError, match="malformed"):
