@@ -18,12 +18,15 @@ __version__ = "0.1.0"
 # kernel table.
 _LAZY = {
     "quantize": "quantize",
+    "quantize_model": "quantize",
     "QuantLinear": "nn",
     "from_gptq": "formats",
     "from_awq": "formats",
     "from_compressed_tensors": "formats",
     "save": "files",
     "load": "files",
+    "load_model": "files",
+    "convert_checkpoint": "checkpoint",
 }
 __all__ = ["PackedWeight", "build_info", "dequantize", "explain", "gemm", "pack", *_LAZY]
 

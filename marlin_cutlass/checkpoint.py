@@ -28,6 +28,7 @@ from .checkpoint_scheme import FORMAT_NAME, Scheme
 from .files import FORMAT_VERSION, format_metadata
 from .layout import LAYOUT_VERSION, stored_group_size
 from .packed_weight import PackedWeight
+from .progress import progress_bar
 from .safetensors_stream import StreamWriter
 
 SKIP_FILES = ("config.json", "quantize_config.json", INDEX_NAME)
@@ -150,7 +151,7 @@ def convert_checkpoint(
         passed=len(plan.passed),
         bytes_in=plan.bytes_in(),
     )
-    with _new_folder(dst) as folder, _bar(progress, len(plan.layers)) as tick:
+    with new_folder(dst) as folder, progress_bar(progress, len(plan.layers), "convert") as tick:
         _write_folder(plan, folder, report, workers, tick)
         report.bytes_out = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     report.seconds = time.perf_counter() - start
@@ -158,7 +159,7 @@ def convert_checkpoint(
 
 
 @contextmanager
-def _new_folder(dst: Path) -> Iterator[Path]:
+def new_folder(dst: Path) -> Iterator[Path]:
     """A temporary folder beside `dst` that becomes `dst` if the block succeeds."""
     dst.parent.mkdir(parents=True, exist_ok=True)
     temporary = dst.parent / f".{dst.name}.{os.getpid()}.tmp"
@@ -274,9 +275,3 @@ def _new_config(plan: Plan, report: ConversionReport) -> dict:
         "layers": report.layers,
     }
     return config
-
-
-def _bar(show: bool, total: int):
-    from .quantize.model import _progress
-
-    return _progress(show, total, "convert")

@@ -158,6 +158,9 @@ def _check_layer(plan: Plan, layer: LayerPlan) -> list[str]:
     # compressed-tensors may pad K to a multiple of 8: only the reader knows the logical K.
     if group > 0 and k % group and layer.scheme.name != "compressed-tensors":
         out.append(f"{layer.name}: K={k}, N={n}: K={k} is not a multiple of group_size={group}")
+    if "g_idx" in layer.tensors and (found := plan.info(*layer.tensors["g_idx"]).shape) != (k,):
+        # The one header that shows other bits than 4 where there is one group per column.
+        out.append(f"{layer.name}: g_idx has shape {list(found)}; [{k}] is required for 4 bits")
     out += _check_scale_shape(plan, layer)
     return out
 

@@ -69,7 +69,21 @@ def _checked(fmt: str, scheme: Scheme, bits: int, version: str | None) -> Scheme
     return scheme
 
 
+def _check_overrides(quant: dict) -> None:
+    """GPTQModel's per-module overrides: leaving modules out is fine, other formats are not."""
+    for pattern, override in (quant.get("dynamic") or {}).items():
+        if pattern.startswith("-:") or not isinstance(override, dict):
+            continue
+        for key in ("bits", "group_size", "sym", "desc_act"):
+            if key in override and override[key] != quant.get(key):
+                raise ValueError(
+                    f"dynamic override {pattern!r} sets {key}={override[key]}: modules of another"
+                    " format in one folder are not supported"
+                )
+
+
 def _gptq_scheme(quant: dict) -> Scheme:
+    _check_overrides(quant)
     fmt = quant.get("checkpoint_format") or ("marlin" if quant.get("is_marlin_format") else "gptq")
     fmt = "marlin" if quant.get("quant_method") == "marlin" else fmt
     name = "marlin" if fmt == "marlin" else "gptq"

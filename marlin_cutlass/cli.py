@@ -241,9 +241,9 @@ def verify(
     """Dequantise both folders and compare, layer by layer; exit code 1 if any differs too much."""
     from .checkpoint_verify import verify_checkpoint
     from .inspecting import inspect_path
-    from .quantize.model import _progress
+    from .progress import progress_bar
 
-    with _progress(not quiet, len(inspect_path(target).layers), "verify") as tick:
+    with progress_bar(not quiet, len(inspect_path(target).layers), "verify") as tick:
         errors = verify_checkpoint(source, target, tick)
     bad = {name: error for name, error in errors.items() if not error <= tolerance}
     worst = max(errors.values(), default=0.0)
@@ -277,17 +277,25 @@ def info(as_json: Json = False) -> None:
 
 def _forward(name: str, module: str, arguments: list[str]) -> None:
     """Hand the arguments to another part's own command line (`app` or `main`)."""
+    # NOTE: cutlass_library parses sys.argv when it is imported, and would answer --help itself.
+    argv, sys.argv = sys.argv, sys.argv[:1]
     try:
-        part = importlib.import_module(f"marlin_cutlass.{module}")
+        part = _import_part(name, module)
+        if hasattr(part, "app"):
+            return part.app(arguments, prog_name=f"marlin-cutlass {name}")
+        if hasattr(part, "main"):
+            code = part.main(arguments)
+            raise typer.Exit(code if isinstance(code, int) else 0)
+    finally:
+        sys.argv = argv
+    raise ValueError(f"'{name}' has no command line in this installation: use its Python functions")
+
+
+def _import_part(name: str, module: str):
+    try:
+        return importlib.import_module(f"marlin_cutlass.{module}")
     except ModuleNotFoundError as error:
         raise ValueError(f"'{name}' is not available in this installation: {error}") from None
-    program = f"marlin-cutlass {name}"
-    if hasattr(part, "app"):
-        return part.app(arguments, prog_name=program)
-    if hasattr(part, "main"):
-        code = part.main(arguments)
-        raise typer.Exit(code if isinstance(code, int) else 0)
-    raise ValueError(f"'{name}' has no command line in this installation: use its Python functions")
 
 
 def _forwarding_command(name: str, summary: str, module: str | None = None) -> None:

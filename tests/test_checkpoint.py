@@ -211,6 +211,7 @@ def test_all_problems_are_reported_at_once_and_nothing_is_written(tmp_path):
     del tensors["model.layers.0.q_proj.scales"]
     tensors |= gptq_layer("model.layers.1.odd", 5, k=64 * 3)
     tensors["model.layers.1.odd.qweight"] = torch.zeros(200 // 8, N, dtype=torch.int32)
+    tensors["model.layers.1.odd.g_idx"] = (torch.arange(200) // 64).int()
     tensors |= gptq_layer("model.embed_tokens", 6)
     src = folder(tmp_path / "in", tensors, GPTQ)
     with pytest.raises(CheckpointError) as error:
@@ -221,6 +222,16 @@ def test_all_problems_are_reported_at_once_and_nothing_is_written(tmp_path):
     assert "model.embed_tokens: a quantised embedding" in text
     assert len(error.value.problems) == 3
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_layer_of_other_bits_is_seen_in_the_headers(tmp_path):
+    tensors = gptq_tensors()
+    name = "model.layers.1.q_proj"
+    tensors[f"{name}.qweight"] = torch.zeros(K // 4, N, dtype=torch.int32)  # 8 bits
+    tensors[f"{name}.scales"] = torch.zeros(1, N).half()
+    src = folder(tmp_path / "in", tensors, {**GPTQ, "group_size": -1, "dynamic": {"-:x": {}}})
+    with pytest.raises(CheckpointError, match=r"1\.q_proj: g_idx has shape \[256\]; \[512\]"):
+        convert_checkpoint(src, tmp_path / "out")
 
 
 def test_missing_codes_are_named_and_unused_tensors_warned(tmp_path):
@@ -293,6 +304,8 @@ def test_floating_point_folder_is_quantised_by_rtn(tmp_path):
     [
         ({**GPTQ, "bits": 8}, "bits=8"),
         ({**GPTQ, "group_size": 16}, "group_size=16"),
+        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic override .* sets bits=8"),
+        ({**GPTQ, "checkpoint_format": "gptq_p"}, "gptq_p"),
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "gemv"),
         ({"quant_method": "fp8"}, "fp8"),
         (ct_config() | {"format": "marlin-24"}, "marlin-24"),

@@ -63,7 +63,7 @@ def quantize_folder(
 
     options: as in `quantize_model`. The model must fit memory, unlike `convert_checkpoint`.
     """
-    from ..checkpoint import _new_folder
+    from ..checkpoint import new_folder
     from ..files import save
     from .model import quantize_model
 
@@ -76,7 +76,7 @@ def quantize_folder(
         for t in texts
     ]
     report = quantize_model(model, samples, **options)
-    with _new_folder(dst) as folder:
+    with new_folder(dst) as folder:
         save(model, folder / "model.safetensors")
         _write_config(model, src, folder, report, options)
     return report

@@ -79,7 +79,7 @@ def inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
 
 
 # Damping of the match relative to GPTQ's. On all-MiniLM-L6-v2 (CPU, 2026-11-29, calibration text of
-# another kind than the test sentences) 10 gave a mean cosine of 0.980, 1 and no match at all 0.978.
+# another kind than the test sentences) 10 gave a mean cosine of 0.979, 1 0.978, no match 0.977.
 MATCH_DAMPING = 10.0
 
 

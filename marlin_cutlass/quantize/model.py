@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..formats.weight import check_group_size
+from ..progress import progress_bar
 from . import calibration as cal
 from .gptq import GptqOptions
 from .report import LayerReport, ModelReport
@@ -214,7 +215,7 @@ def quantize_model(
         resume, _settings(method, options, rtn_clip, compensate, layers, len(samples))
     )
     worker = LayerWorker(method, options, rtn_clip, compensate, folder)
-    with cal.evaluation_mode(model), _progress(progress, len(layers)) as tick:
+    with cal.evaluation_mode(model), progress_bar(progress, len(layers), "quantise") as tick:
         _run(model, samples if method == "gptq" else None, layers, _Pass(worker, report, tick))
     _replace(model, worker.packed)
     return report
@@ -241,34 +242,3 @@ def _replace(model: nn.Module, packed: dict) -> None:
         old = model.get_submodule(name)
         weight = weight.to(old.weight.device)
         model.set_submodule(name, QuantLinear.from_packed(weight, old.bias).train(old.training))
-
-
-def _progress(show: bool, total: int, title: str = "quantise"):
-    """Context manager giving tick(name); a rich bar on stderr if `show`."""
-    from contextlib import contextmanager
-
-    @contextmanager
-    def bar():
-        if not show:
-            yield lambda _name: None
-            return
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task(title, total=total)
-            yield lambda name: progress.update(task, advance=1, description=name[-40:])
-
-    return bar()
