@@ -295,8 +295,8 @@ def test_two_processes_over_gloo(small, tmp_path):
         "    llm.run(rank, world, options)\n"
         "if __name__ == '__main__':\n"
         "    llm.launch(run, 2, dict(models=['small'], kinds=['int4'], batches=[1],\n"
-        "        tokens=(4, 3), budget=None, layers=None, repeats=1, plot=None, all_reduce='auto',\n"
-        f"        json={str(tmp_path / 'two.json')!r}))\n"
+        "        tokens=(4, 3), budget=None, layers=None, repeats=1, plot=None,\n"
+        f"        all_reduce='auto', json={str(tmp_path / 'two.json')!r}))\n"
     )
     subprocess.run([sys.executable, script], check=True, timeout=300)
     report = llm_tables.LlmReport.load(tmp_path / "two.json")
