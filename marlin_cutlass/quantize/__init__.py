@@ -42,8 +42,9 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
 
 
 def _hessian_of(inputs, k: int) -> torch.Tensor:
-    hessian = Moments(k)
-    for x in [inputs] if isinstance(inputs, torch.Tensor) else inputs:
+    samples = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    hessian = Moments(k, samples[0].device if samples else "cpu")
+    for x in samples:
         hessian.add(x)
     if not hessian.tokens:
         raise ValueError("inputs holds no calibration tokens")
@@ -86,7 +87,14 @@ def quantize_weight(
     return quantize_gptq(weight, hessian, options)[0]
 
 
-def quantize(weight: torch.Tensor, method: str = "rtn", **options):
+def quantize(
+    weight: torch.Tensor,
+    method: str = "rtn",
+    *,
+    sparsity: str | None = None,
+    prune: str = "magnitude",
+    **options,
+):
     """Quantise one weight [N, K] (as in `nn.Linear.weight`) to a `PackedWeight`.
 
     method: "rtn" (round to nearest, no data) or "gptq" (needs `inputs`, activations [..., K] or a
@@ -96,10 +104,30 @@ def quantize(weight: torch.Tensor, method: str = "rtn", **options):
     percdamp: damping as a fraction of the mean diagonal (gptq). act_order: True reorders rows by
     input energy (activations are gathered at run time), "static" only orders the work (no gather).
     scale_dtype: significand that scales are rounded to; use torch.bfloat16 for bf16 models.
+    sparsity: "2:4" prunes two of each four weights along K before they are rounded to nearest and
+    packs for sparse tensor cores (symmetric, group sizes 64, multiples of 128, -1). prune:
+    "magnitude" or "sparsegpt" (which needs `inputs` or `hessian`), see `prune_2_4`.
 
     Errors: ValueError / TypeError naming argument, value and rule.
     """
+    if sparsity is not None:
+        return _quantize_sparse(weight, method, sparsity, prune, options)
     return quantize_weight(weight, method, **options).to_packed()
+
+
+def _quantize_sparse(weight, method: str, sparsity: str, prune: str, options: dict):
+    from ..prune import prune_2_4
+    from ..sparse import pack_sparse
+
+    if sparsity != "2:4":
+        raise ValueError(f"sparsity={sparsity!r} is unknown: '2:4' or None")
+    if method != "rtn":
+        raise ValueError(f"sparsity='2:4' needs method='rtn', not {method!r}")
+    if not options.get("symmetric", True):
+        raise ValueError("sparsity='2:4' needs symmetric=True: a zero must have the code 8")
+    data = {key: options.pop(key) for key in ("inputs", "hessian") if key in options}
+    codes = quantize_weight(prune_2_4(weight, prune, **data), "rtn", **options)
+    return pack_sparse(codes.q, codes.scales, group_size=codes.group_size)
 
 
 class _Callable(types.ModuleType):

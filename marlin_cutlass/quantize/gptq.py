@@ -129,14 +129,15 @@ def _silence_dead(hessian: torch.Tensor) -> None:
 def _sweep(w, factor, grids: _Grids, row_group, size: int, options: GptqOptions):
     """GPTQ's column sweep: returns codes uint8 [K, N] in processing order and the loss."""
     k = w.shape[0]
+    groups = row_group.tolist()  # on the host: no wait for the device in the loop
     q = torch.empty_like(w, dtype=torch.uint8)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64, device=w.device)
     for start in range(0, k, BLOCK):
         stop = min(start + BLOCK, k)
         block, errors = w[start:stop], torch.empty_like(w[start:stop])
         for i in range(stop - start):
             row = start + i
-            group = int(row_group[row])
+            group = groups[row]
             if options.act_order != "static" and row % size == 0:
                 # Groups longer than a block start at block borders, where w is up to date.
                 rows = slice(row, row + size)
@@ -148,7 +149,7 @@ def _sweep(w, factor, grids: _Grids, row_group, size: int, options: GptqOptions)
             errors[i] = error
             if i + 1 < stop - start:
                 block[i + 1 :].addr_(factor[row, row + 1 : stop], error, alpha=-1.0)
-        loss += errors.double().square().sum().cpu() / 2  # H holds 2 x x^T
+        loss += errors.double().square().sum() / 2  # H holds 2 x x^T
         if stop < k:
             w[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1.0)
     return q, float(loss)
