@@ -18,7 +18,7 @@ template <class C> struct HopperMainloop {
     const smem_addr_t weights = base + C::kWeightOffset + warpgroup_n * C::kRowBlocks * C::kBlockRowBytes;
     codes_ = weights + warp * 512 + lane * 16;
     entries_ = weights + kBlockCodeBytes + warp * D::kAtomBytes + (lane >> 2) * D::kEntryBytes;
-    descriptor_ = uniform(descriptor_low(base));
+    descriptor_ = make_descriptor(uniform(descriptor_low(base)));
     ring_.stage = warpgroup_k;
   }
 
@@ -90,7 +90,8 @@ template <class C> struct HopperMainloop {
     }
     if constexpr (kQuad + 1 < kQuads) load_quad<kQuad + 1>(stage);
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-    const uint32_t descriptor = descriptor_ + stage * (C::kActivationBytes / 16) + (kDepth * 2 + kHalf) * (C::kMTile * 8);
+    // In 64 bits: a pair of uniform registers then takes one add with carry, not an add and two moves, for each wgmma.
+    const uint64_t descriptor = descriptor_ + static_cast<uint32_t>(stage * (C::kActivationBytes / 16) + (kDepth * 2 + kHalf) * (C::kMTile * 8));
 #pragma unroll
     for (int b = 0; b < 4 / C::kBatch; ++b) {
       constexpr int kBatch = C::kBatch;
@@ -103,7 +104,7 @@ template <class C> struct HopperMainloop {
       wgmma_fence();
 #pragma unroll
       for (int s = 0; s < kBatch; ++s)
-        wgmma_m64k16<typename C::Element, C::kMTile>(acc[kRow], &fragments[4 * s], make_descriptor(descriptor + 2 * (b * kBatch + s)));
+        wgmma_m64k16<typename C::Element, C::kMTile>(acc[kRow], &fragments[4 * s], descriptor + 2 * (b * kBatch + s));
       wgmma_commit();
       if (b == 4 / kBatch - 1) {
         if constexpr (kQuad + 1 == kQuads && C::kLookahead) prefetch_next_stage(more);
@@ -138,7 +139,7 @@ template <class C> struct HopperMainloop {
   }
 
   smem_addr_t base_, codes_, entries_;
-  uint32_t descriptor_;
+  uint64_t descriptor_;
   RingPosition<C::kStages> ring_;
   int held_ = -1;
   U32x4 codes_next_;
