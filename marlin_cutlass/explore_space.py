@@ -4,6 +4,7 @@ of a few tens that is worth compiling."""
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from generator.arch import Arch, Gpu
 from generator.cost import estimate
 from generator.problem import ProblemShape, block_bytes
 from generator.space import default_space
-from generator.variant import DECOMPOSITIONS, Geometry, Variant
+from generator.variant import DECOMPOSITIONS, FAMILIES, Geometry, Variant
 from marlin_cutlass.explore_candidates import sensible_rows
 
 KNOBS = tuple(f.name for f in fields(Geometry))  # what --set takes
@@ -24,11 +25,11 @@ CTAS = (1, 2, 3, 4)
 # Bytes on their way to an SM beyond which more does not help (measured H200 2026-11-29).
 ENOUGH_IN_FLIGHT = 128 * 1024
 ALIKE = 3  # at most so many of the chosen differ in nothing but depth and CTAs per SM
-SPLITS = {"ampere": (2, 4, 8), "hopper": (2, 4)}
-FAMILY_DECOMPOSITIONS = {
-    "ampere": ("striped", "data_parallel", "split_k"),
-    "hopper": ("data_parallel", "stream_k", "split_k", "hybrid"),
-}
+SPLITS = (2, 4, 8)
+MULTICASTS = (1, 2, 4)
+TILE_KNOBS = ("m_tile", "n_sm", "k_sm", "warps_n", "warps_k", "stages", "ctas_per_sm")
+PLAIN = {"decomposition": "data_parallel", "split": 1, "multicast": 1}
+SHARING = ("data_parallel", "hybrid")  # decompositions in which CTAs may share activations
 Overrides = Mapping[str, tuple]
 
 
@@ -87,7 +88,7 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, tuple]:
 
 def _values(knob: str, text: str) -> list:
     if knob in ("family", "decomposition"):
-        known = tuple(FAMILY_DECOMPOSITIONS) if knob == "family" else tuple(DECOMPOSITIONS)
+        known = FAMILIES if knob == "family" else tuple(DECOMPOSITIONS)
         if text not in known:
             raise ValueError(f"--set {knob}={text}: one of {', '.join(known)} is needed")
         return [text]
@@ -107,18 +108,13 @@ def enumerate_space(problem: ProblemShape, arch: Arch, gpu: Gpu, overrides: Over
     The declared rows of generator/space.py are always among them unless --set excludes them. Raises
     ValueError where nothing is legal.
     """
-    fmt = (problem.dtype, problem.zeros, problem.kernel_group_size)
-    legal: dict[str, Variant] = {}
+    legal = {v.name: v for v in declared(problem, arch, overrides)}
     reasons: Counter = Counter()
-    for variant in itertools.chain(
-        declared(problem, arch, overrides),
-        (g.with_format(*fmt) for g in geometries(problem, arch, overrides)),
-    ):
-        reason = legality.why_not(variant, arch)
+    for variant, count, reason in judged(problem, arch, overrides):
         if reason is None:
             legal.setdefault(variant.name, variant)
         else:
-            reasons[re.sub(r"\d+", "#", reason)] += 1
+            reasons[re.sub(r"\d+", "#", reason)] += count
     if not legal:
         most = "; ".join(f"{text} ({count})" for text, count in reasons.most_common(3))
         raise ValueError(f"no legal variant on {arch.name}: {most or 'nothing to enumerate'}")
@@ -138,27 +134,31 @@ def declared(problem: ProblemShape, arch: Arch, overrides: Overrides) -> Iterato
             yield v
 
 
-def geometries(problem: ProblemShape, arch: Arch, overrides: Overrides) -> Iterator[Geometry]:
-    """All combinations of values; row tiles that do not suit the rows are left out unless asked."""
+def judged(
+    problem: ProblemShape, arch: Arch, overrides: Overrides
+) -> Iterator[tuple[Variant, int, str | None]]:
+    """(variant, combinations it stands for, why not) over all values of the knobs.
+
+    Row tiles that do not suit the rows are left out unless asked for. A tile that is illegal as
+    plain data_parallel, which asks for least, is not tried with the other decompositions.
+    """
+    fmt = (problem.dtype, problem.zeros, problem.kernel_group_size)
     for family in overrides.get("family", arch.families):
-        values = {**_domain(problem, family), **overrides, "family": (family,)}
-        ways = list(_ways(family, values))
-        plain = ("m_tile", "n_sm", "k_sm", "warps_n", "warps_k", "stages", "ctas_per_sm")
-        count = len(ways)
-        for knob in plain:
-            count *= len(values[knob])
+        values = {**_domain(problem, family), **overrides}
+        ways = list(_ways(values))
+        count = len(ways) * math.prod(len(values[knob]) for knob in TILE_KNOBS)
         if count > MAX_COMBINATIONS:
             raise ValueError(f"{count} combinations of {family} are too many: narrow --set")
-        for numbers in itertools.product(*(values[knob] for knob in plain)):
-            named = dict(zip(plain, numbers))
-            for decomposition, split, multicast in ways:
-                yield Geometry(
-                    family=family,
-                    decomposition=decomposition,
-                    split=split,
-                    multicast=multicast,
-                    **named,
-                )
+        for numbers in itertools.product(*(values[knob] for knob in TILE_KNOBS)):
+            tile = dict(zip(TILE_KNOBS, numbers))
+            plain = Geometry(family=family, **PLAIN, **tile).with_format(*fmt)
+            reason = legality.why_not(plain, arch)
+            if reason is not None and not reason.startswith("decomposition="):
+                yield plain, len(ways), reason
+                continue
+            for way in ways:
+                variant = replace(plain, **way)
+                yield variant, 1, legality.why_not(variant, arch)
 
 
 def _domain(problem: ProblemShape, family: str) -> dict[str, tuple]:
@@ -172,19 +172,19 @@ def _domain(problem: ProblemShape, family: str) -> dict[str, tuple]:
         "warps_k": legality.WARPS_K[family],
         "stages": tuple(STAGES),
         "ctas_per_sm": CTAS,
-        "decomposition": FAMILY_DECOMPOSITIONS[family],
-        "split": (1, *SPLITS[family]),
-        "multicast": (1, 2, 4) if family == "hopper" else (1,),
+        "decomposition": tuple(DECOMPOSITIONS),
+        "split": (1, *SPLITS),
+        "multicast": MULTICASTS,
     }
 
 
-def _ways(family: str, values: Overrides) -> Iterator[tuple[str, int, int]]:
-    """(decomposition, split, multicast) that make sense together."""
+def _ways(values: Overrides) -> Iterator[dict]:
+    """Decomposition, split and multicast that make sense together."""
     for decomposition in values["decomposition"]:
         splits = [s for s in values["split"] if (s > 1) == (decomposition == "split_k")]
-        shared = decomposition in ("data_parallel", "hybrid")
-        multicasts = [c for c in values["multicast"] if c == 1 or shared]
-        yield from ((decomposition, s, c) for s in splits for c in multicasts)
+        multicasts = [c for c in values["multicast"] if c == 1 or decomposition in SHARING]
+        for split, multicast in itertools.product(splits, multicasts):
+            yield {"decomposition": decomposition, "split": split, "multicast": multicast}
 
 
 # ---- near misses ---------------------------------------------------------------------------------
@@ -228,11 +228,11 @@ def _knob_domains(leader: Variant) -> dict[str, tuple]:
         "ctas_per_sm": CTAS,
     }
     if leader.decomposition == "split_k":
-        domains["split"] = SPLITS[family]
+        domains["split"] = SPLITS
     else:
-        domains["decomposition"] = tuple(d for d in FAMILY_DECOMPOSITIONS[family] if d != "split_k")
-    if family == "hopper" and leader.decomposition in ("data_parallel", "hybrid"):
-        domains["multicast"] = (1, 2, 4)
+        domains["decomposition"] = tuple(d for d in DECOMPOSITIONS if d != "split_k")
+    if leader.decomposition in SHARING:
+        domains["multicast"] = MULTICASTS
     return domains
 
 
@@ -244,12 +244,13 @@ def choose(
 ) -> dict[str, str]:
     """At most `count` names and why each is in, best prediction first.
 
-    `keep` (the table's choice, what is built) come first, then one-knob neighbours of the best
-    prediction for a third, then the best predictions, so that every knob's influence shows.
+    The best prediction and `keep` (the table's choice, what is built) come first, then one-knob
+    neighbours for a third, then further good predictions, so that every knob's influence shows.
     """
     ranked = space.ranked
     legal = {v.name for v in ranked}
-    chosen: dict[str, str] = {name: "built" for name in keep if name in legal}
+    chosen = {ranked[0].name: "best prediction"}
+    chosen |= {name: "built" for name in keep if name in legal and name not in chosen}
     near = [
         v
         for v in neighbours(space, ranked[0])
@@ -257,7 +258,7 @@ def choose(
         and sensible_rows(space.problem.m, v.m_tile)
         and all(getattr(v, knob) in values for knob, values in (overrides or {}).items())
     ]
-    for variant in (ranked[0], *near[: count // 3]):
+    for variant in near[: count // 3]:
         chosen.setdefault(variant.name, "one knob from the best prediction")
     alike: Counter = Counter()
     for variant in ranked:
@@ -267,6 +268,5 @@ def choose(
         alike[kind] += 1
         if alike[kind] <= ALIKE:
             chosen.setdefault(variant.name, "predicted fast")
-    chosen[ranked[0].name] = "best prediction"
     names = sorted(list(chosen)[:count], key=lambda name: space.predicted[name])
     return {name: chosen[name] for name in names}

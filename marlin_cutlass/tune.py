@@ -1,16 +1,17 @@
 """`marlin-cutlass tune`: measure built kernels for many shapes into a tuning file.
 
-    marlin-cutlass tune --models llama3-8b --tp 1,2 --budget 240 --out generator/tuning/h200.json
+    marlin-cutlass tune --models llama3-8b --tp 1,2 --budget 240
     marlin-cutlass tune --check --shapes 4096x4096    how far the table's choice is from the best
-    marlin-cutlass tune --report generator/tuning/h200.json    the cost model against a file, no GPU
+    marlin-cutlass tune --report generator/tuning/nvidia_h200.json    the cost model's error, no GPU
 
-`python build.py` turns the files in generator/tuning/ into rows of the dispatch table.
+`python build.py` turns the files of generator/tuning/ into rows of the dispatch table.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -424,9 +425,12 @@ def make_tuner(timer: Timer, fmt: Format, start: Path | None, out: Path | None) 
 
 
 def default_out(device_name: str) -> Path:
-    """generator/tuning/<gpu>.json of the checkout."""
-    words = [w for w in device_name.lower().split() if w not in ("nvidia", "geforce")]
-    return Path(__file__).resolve().parents[1] / "generator" / "tuning" / f"{'-'.join(words)}.json"
+    """The file in generator/tuning/ that holds this GPU's figures, or a new one named after it."""
+    folder = Path(__file__).resolve().parents[1] / "generator" / "tuning"
+    for path in sorted(folder.glob("*.json")):
+        if TuningFile.load(path).gpu == device_name:
+            return path
+    return folder / f"{re.sub(r'[^a-z0-9]+', '_', device_name.lower())}.json"
 
 
 @app.command()

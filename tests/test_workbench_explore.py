@@ -108,6 +108,47 @@ def test_nothing_legal_says_why():
         enumerate_space(PROBLEM, HOPPER, H200, {"m_tile": tuple(range(8, 2048))})
 
 
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_every_gpu_has_a_space_with_its_declared_rows(gpu):
+    arch = ARCHS[gpu.arch]
+    narrow = {"k_sm": (128,), "ctas_per_sm": (1, 2), "stages": (2, 3, 4, 5, 6)}
+    found = enumerate_space(PROBLEM, arch, gpu, narrow)
+    assert all(why_not(v, arch) is None for v in found.legal)
+    declared = {v.name for v in declared_variants(arch, narrow)}
+    assert declared and declared <= set(found.predicted)
+    assert near_misses(found, found.ranked[0]) and choose(found, 10)
+
+
+def declared_variants(arch, knobs) -> list[Variant]:
+    every = [e.variant for e in declared_space.default_space(arch, arch.families)]
+    return [
+        v
+        for v in every
+        if (v.dtype, v.zeros, v.group_size) == ("f16", False, 128)
+        and all(getattr(v, knob) in values for knob, values in knobs.items())
+    ]
+
+
+def test_a_tile_that_is_illegal_alone_is_illegal_in_every_way():
+    """What judged() leaves out by its shortcut."""
+    narrow = {"family": ("hopper",), "n_sm": (128,), "k_sm": (256,), "ctas_per_sm": (1, 2)}
+    full = [
+        Variant("hopper", "f16", False, 128, m, 128, 256, wn, wk, p, d, s, c, mc)
+        for m in (8, 16)
+        for wn in (1, 2, 4)
+        for wk in (1, 2, 4)
+        for p in range(2, 11)
+        for d, s, mc in (
+            ("data_parallel", 1, 1), ("data_parallel", 1, 2), ("data_parallel", 1, 4),
+            ("stream_k", 1, 1), ("split_k", 2, 1), ("split_k", 4, 1),
+            ("hybrid", 1, 1), ("hybrid", 1, 2), ("hybrid", 1, 4),
+        )
+        for c in (1, 2)
+    ]  # fmt: skip
+    found = enumerate_space(PROBLEM, HOPPER, H200, {**narrow, "m_tile": (8, 16)})
+    assert {v.name for v in full if why_not(v, HOPPER) is None} == set(found.predicted)
+
+
 def test_a_row_added_to_the_declared_space_is_looked_at(monkeypatch):
     row = declared_space.Row("m16_n128k128_w2x1_p7_dp_c2", declared_space.SYM128, "a new idea")
     monkeypatch.setattr(declared_space, "HOPPER", (*declared_space.HOPPER, row))

@@ -405,6 +405,16 @@ def test_report_compares_the_cost_model_with_a_file(runner, tmp_path):
     assert "within 10 %" in report.output
 
 
+def test_the_file_of_a_gpu_is_found_whatever_its_name():
+    assert tune.default_out("NVIDIA H200").name.endswith("h200.json")
+    for name, file in (
+        ("NVIDIA GeForce RTX 4090", "nvidia_geforce_rtx_4090.json"),
+        ("NVIDIA A10", "nvidia_a10.json"),
+    ):
+        assert tune.default_out(name).name == file
+        assert tune.default_out(name).parent == rows.TUNING
+
+
 def test_scores_are_means():
     assert score({"us": 4.0, "us_pdl": 2.0}) == Measured("x", 4.0, 2.0).score == 3.0
     assert score({"us": 4.0}) == 4.0
