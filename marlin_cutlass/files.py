@@ -233,6 +233,7 @@ def replace_linear(model: nn.Module, name: str, form: dict, bias: bool) -> None:
         bias,
         group_size=form["group_size"],
         zeros=form["has_zeros"],
+        sparse=form.get("sparse", False),
         dtype=getattr(torch, form["dtype"]),
         device="meta",
     )

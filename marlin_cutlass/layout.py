@@ -25,6 +25,13 @@ LAYOUT_VERSION = 1
 BLOCK_COLUMNS = 64
 BLOCK_DEPTH = 128
 CODE_BYTES = 4096
+# A 2:4-sparse block (class SparseLayout): codes of the two kept values of four, then their places.
+SPARSE_CODE_BYTES = 2048
+SPARSE_META_BYTES = 1024
+SPARSE_GROUP_SIZES = (64, 128, -1)
+# Places 0 and 1 of four: what padding and slack hold, because an instruction must not see the
+# invalid value 0.
+SPARSE_META_PADDING = 0b0100
 SLACK_BLOCKS = 3
 NATIVE_GROUP_SIZES = (32, 64, 128, -1)
 GROUP_SIZES_TEXT = "32, 64, 128, a multiple of 128, or -1 (one group per column)"
@@ -86,10 +93,25 @@ def block_bytes(group_size: int, has_zeros: bool) -> int:
     return CODE_BYTES + scale_bytes(group_size, has_zeros)
 
 
-def packed_bytes(k: int, n: int, group_size: int, has_zeros: bool) -> int:
+def sparse_block_bytes(group_size: int) -> int:
+    """Bytes of one 2:4-sparse block of 64 columns x 128 rows.
+
+    Raises ValueError for group sizes that the sparse layout does not have.
+    """
+    group = stored_group_size(group_size)
+    if group not in SPARSE_GROUP_SIZES:
+        raise ValueError(
+            f"group_size={group_size} is not supported with 2:4 sparsity: use 64, 128, a multiple "
+            "of 128, or -1"
+        )
+    return SPARSE_CODE_BYTES + SPARSE_META_BYTES + scale_bytes(group, False)
+
+
+def packed_bytes(k: int, n: int, group_size: int, has_zeros: bool, sparse: bool = False) -> int:
     """Bytes of a packed K x N weight, the slack included."""
     blocks = ceil_div(n, BLOCK_COLUMNS) * ceil_div(k, BLOCK_DEPTH)
-    return (blocks + SLACK_BLOCKS) * block_bytes(group_size, has_zeros)
+    width = sparse_block_bytes(group_size) if sparse else block_bytes(group_size, has_zeros)
+    return (blocks + SLACK_BLOCKS) * width
 
 
 class Layout:
@@ -141,3 +163,54 @@ class Layout:
         if self.group_size < 0:
             return self._entry(k, n, 4)
         return self._entry(k, n, 8) + 4
+
+
+class SparseLayout:
+    """Where the kept values of one 2:4-sparse packed weight lie; blocks, scales, padding and slack
+    are those of `Layout` with zeros left out.
+
+    Of each chunk of four rows two values are kept. Their codes form a matrix of half the depth,
+    placed like a dense weight: [atom][lane][k32 step]. Behind them the metadata of two atoms share
+    their 32-bit words: [atom pair][lane][k32 step].
+    """
+
+    def __init__(self, k: int, n: int, group_size: int) -> None:
+        check_sizes(k, n, group_size)
+        self.k, self.n = k, n
+        self.group_size = stored_group_size(group_size)
+        self.k_blocks = ceil_div(k, BLOCK_DEPTH)
+        self.block_bytes = sparse_block_bytes(group_size)
+
+    def block(self, k: int, n: int) -> int:
+        """Byte offset of the block that holds row k of column n."""
+        return (n // BLOCK_COLUMNS * self.k_blocks + k // BLOCK_DEPTH) * self.block_bytes
+
+    def code(self, chunk: int, which: int, n: int) -> Bits:
+        """Place of the code of kept value `which` (0 or 1) of rows 4 * chunk .. 4 * chunk + 3."""
+        kept = 2 * (chunk % 32) + which
+        step, deep = kept // 16, kept % 16
+        atom, row = n % BLOCK_COLUMNS // 16, ROW_COLUMNS.index(n % 16)
+        lane = row % 8 * 4 + deep % 8 // 2
+        pair = row // 8 + 2 * (deep // 8)
+        word = self.block(4 * chunk, n) + atom * 512 + lane * 16 + step * 4
+        return Bits(word, 2 + 4 * pair + 16 * (deep % 2))
+
+    def meta(self, chunk: int, n: int) -> Bits:
+        """Place of the four metadata bits of a chunk: row of the first kept value in the chunk,
+        plus 4 times that of the second, which is larger."""
+        step, half, position = chunk % 32 // 8, chunk % 8 // 4, chunk % 4
+        atom, row = n % BLOCK_COLUMNS // 16, ROW_COLUMNS.index(n % 16)
+        lane = row % 8 * 4 + atom % 2 * 2 + half
+        start = self.block(4 * chunk, n) + SPARSE_CODE_BYTES
+        word = start + atom // 2 * 512 + lane * 16 + step * 4
+        return Bits(word, 16 * (row // 8) + 4 * position)
+
+    def scale(self, k: int, n: int) -> int | None:
+        """Byte offset of the fp16 scale entry of row k, column n; None where only `col_scale` holds
+        the scale."""
+        if self.group_size < 0:
+            return None
+        group = k % BLOCK_DEPTH // self.group_size
+        atom, row = n % BLOCK_COLUMNS // 16, ROW_COLUMNS.index(n % 16)
+        start = self.block(k, n) + SPARSE_CODE_BYTES + SPARSE_META_BYTES
+        return start + ((group * 4 + atom) * 8 + row % 8) * 4 + row // 8 * 2

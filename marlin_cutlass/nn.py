@@ -39,12 +39,14 @@ class QuantLinear(nn.Module):
         group_size: int = 128,
         zeros: bool = False,
         act_order: bool = False,
+        sparse: bool = False,
         dtype: torch.dtype = torch.float16,
         device: torch.device | str | None = None,
     ) -> None:
         """An all-zero layer to load a state dict into; see `from_linear` and `from_packed`.
 
-        dtype: float16 or bfloat16, what float32 activations are converted to and the bias' dtype.
+        sparse: the weight has 2:4 sparsity. dtype: float16 or bfloat16, what float32 activations
+        are converted to and the bias' dtype.
         Raises ValueError for sizes that cannot be packed.
         """
         super().__init__()
@@ -53,7 +55,8 @@ class QuantLinear(nn.Module):
             raise TypeError(f"dtype={dtype} is not supported: use float16 or bfloat16")
         self.in_features, self.out_features = in_features, out_features
         self.group_size, self.has_zeros, self.dtype = group_size, zeros, dtype
-        size = packed_bytes(in_features, out_features, group_size, zeros)
+        self.sparse = sparse
+        size = packed_bytes(in_features, out_features, group_size, zeros, sparse)
         columns = ceil_div(out_features, BLOCK_COLUMNS) * BLOCK_COLUMNS
         self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8, device=device))
         self.register_buffer("col_scale", torch.zeros(columns, device=device, dtype=torch.float32))
@@ -71,6 +74,7 @@ class QuantLinear(nn.Module):
             weight.n,
             group_size=weight.group_size,
             zeros=weight.has_zeros,
+            sparse=weight.sparse,
             dtype=weight.dtype,
             device="meta",
         )
@@ -111,6 +115,7 @@ class QuantLinear(nn.Module):
             self.group_size,
             self.has_zeros,
             self.dtype,
+            sparse=self.sparse,
         )
 
     @property
@@ -194,6 +199,7 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         kind = "zero points" if self.has_zeros else "symmetric"
+        kind += ", 2:4 sparse" if self.sparse else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features},"
             f" bias={self.bias is not None}, group_size={self.group_size}, {kind},"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import short_dtype, sizes
-from .layout import check_sizes
+from .layout import SPARSE_GROUP_SIZES, check_sizes, packed_bytes, stored_group_size
 from .packed_weight import PackedWeight
 from .reference import column_chunks, gemm_reference, natural_order, normalised_weights
 
@@ -52,6 +52,14 @@ def check_activations(a: Tensor, n: int, k: int, group_size: int, device: torch.
         )
     if a.device != device:
         raise ValueError(f"a is on {a.device} and the weight on {device}: move one of them")
+
+
+def is_sparse(total: int, n: int, k: int, group_size: int, has_zeros: bool) -> bool:
+    """Whether a packed weight of `total` bytes is 2:4-sparse. The operators take no flag for it:
+    the sizes of the two layouts differ for every K x N."""
+    if has_zeros or stored_group_size(group_size) not in SPARSE_GROUP_SIZES:
+        return False
+    return total == packed_bytes(k, n, group_size, False, sparse=True)
 
 
 def check_bias(bias: Tensor | None, a: Tensor, n: int) -> None:
@@ -94,7 +102,10 @@ def kernel_code(kernel: str | None, batch_invariant: bool, a: Tensor, w: PackedW
 def _weight(packed: Tensor, col_scale: Tensor, perm: Tensor | None, *form: int) -> PackedWeight:
     n, k, group_size, has_zeros = form
     check_sizes(k, n, group_size)
-    weight = PackedWeight(packed, col_scale, perm, n, k, group_size, bool(has_zeros))
+    sparse = is_sparse(packed.numel(), n, k, group_size, bool(has_zeros))
+    weight = PackedWeight(
+        packed, col_scale, perm, n, k, group_size, bool(has_zeros), sparse=sparse
+    )
     weight.check_shapes()
     return weight
 

@@ -296,6 +296,10 @@ def unpack(w: PackedWeight, first: int = 0, last: int | None = None) -> Unpacked
     """Codes, normalised scales and zero points of column blocks first..last-1 (64 columns each)."""
     n_blocks, k_blocks = ceil_div(w.n, BLOCK_COLUMNS), ceil_div(w.k, BLOCK_DEPTH)
     last = n_blocks if last is None else last
+    if w.sparse:
+        from .sparse import unpack_sparse
+
+        return unpack_sparse(w, first, last)
     blocks = w.packed.view(-1, block_bytes(w.group_size, w.has_zeros))
     blocks = blocks[first * k_blocks : last * k_blocks]
     codes = _unpack_codes(blocks[:, :CODE_BYTES], last - first, k_blocks)

@@ -28,7 +28,8 @@ class PackedWeight:
 
     packed: uint8 [bytes]. col_scale: float32 [ceil(N/64)*64], the factor of each column in the
     epilogue. perm: int32 [K], row order of an act-order weight, or None. n, k, group_size: logical
-    sizes, padding is never visible. dtype: dtype of the scales given to `pack` (float16 or
+    sizes, padding is never visible. sparse: 2:4 sparsity along K, in the layout of
+    `layout.SparseLayout`. dtype: dtype of the scales given to `pack` (float16 or
     bfloat16), the default of `dequantize`; activations may have either dtype.
     """
 
@@ -41,6 +42,7 @@ class PackedWeight:
     has_zeros: bool
     dtype: torch.dtype = torch.float16
     layout_version: int = LAYOUT_VERSION
+    sparse: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,7 +81,10 @@ class PackedWeight:
 
     def metadata(self) -> dict[str, Any]:
         """Everything but the tensors, as plain JSON values."""
+        # Only where it is set, so that dense weights keep the bytes that earlier releases wrote.
+        kind = {"sparse": True} if self.sparse else {}
         return {
+            **kind,
             "layout_version": self.layout_version,
             "n": self.n,
             "k": self.k,
@@ -126,7 +131,9 @@ class PackedWeight:
     def check_shapes(self) -> None:
         """`check` without reading a tensor."""
         where = sizes(self.k, self.n, self.group_size)
-        total = packed_bytes(self.k, self.n, self.group_size, self.has_zeros)
+        if self.sparse and self.has_zeros:
+            raise ValueError(f"{where}: 2:4 sparsity needs symmetric codes, not zero points")
+        total = packed_bytes(self.k, self.n, self.group_size, self.has_zeros, self.sparse)
         _check_tensor("packed", self.packed, torch.uint8, total, where)
         columns = ceil_div(self.n, BLOCK_COLUMNS) * BLOCK_COLUMNS
         _check_tensor("col_scale", self.col_scale, torch.float32, columns, where)
@@ -181,7 +188,7 @@ class PackedWeight:
     copy_from_ = copy_
 
     def _signature(self) -> dict[str, Any]:
-        names = ("n", "k", "group_size", "has_zeros", "layout_version")
+        names = ("n", "k", "group_size", "has_zeros", "layout_version", "sparse")
         return {**{name: getattr(self, name) for name in names}, "act_order": self.perm is not None}
 
     def __eq__(self, other: object) -> bool:
@@ -199,6 +206,7 @@ class PackedWeight:
 
     def __repr__(self) -> str:
         kind = "zero points" if self.has_zeros else "symmetric"
+        kind += ", 2:4 sparse" if self.sparse else ""
         order = ", act-order" if self.perm is not None else ""
         return (
             f"PackedWeight(k={self.k}, n={self.n}, group_size={self.group_size}, {kind}{order}, "
@@ -222,9 +230,13 @@ def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     if dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"dtype={dtype} is not supported: use float16 or bfloat16")
     fields: dict[str, Any] = {name: int(metadata[name]) for name in ("n", "k", "group_size")}
-    flag = metadata["has_zeros"]
-    fields["has_zeros"] = flag.lower() in ("true", "1") if isinstance(flag, str) else bool(flag)
+    fields["has_zeros"] = _flag(metadata["has_zeros"])
+    fields["sparse"] = _flag(metadata.get("sparse", False))
     return {**fields, "dtype": ACTIVATION_DTYPES[dtype], "layout_version": version}
+
+
+def _flag(value: Any) -> bool:
+    return value.lower() in ("true", "1") if isinstance(value, str) else bool(value)
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, count: int, where: str) -> None:

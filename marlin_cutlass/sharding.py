@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from . import sparse
 from .errors import sizes
 from .layout import (
     BLOCK_COLUMNS,
@@ -20,6 +21,7 @@ from .layout import (
     block_bytes,
     ceil_div,
     check_sizes,
+    sparse_block_bytes,
     stored_group_size,
 )
 from .pack import Unpacked, _assemble, unpack
@@ -43,19 +45,17 @@ def shard_range(total: int, rank: int, world: int, what: str) -> tuple[int, int]
 def _blocks(w: PackedWeight) -> Tensor:
     """Blocks [n_blocks, k_blocks, block_bytes] without the slack."""
     n_blocks, k_blocks = ceil_div(w.n, BLOCK_COLUMNS), ceil_div(w.k, BLOCK_DEPTH)
-    width = block_bytes(w.group_size, w.has_zeros)
+    width = (
+        sparse_block_bytes(w.group_size) if w.sparse else block_bytes(w.group_size, w.has_zeros)
+    )
     return w.packed.view(-1, width)[: n_blocks * k_blocks].view(n_blocks, k_blocks, width)
 
 
-def _with_slack(blocks: Tensor) -> Tensor:
+def _with_slack(w: PackedWeight, blocks: Tensor) -> Tensor:
+    """Packed buffer of some of the blocks of `w`, with the slack that its kind of block has."""
     width = blocks.shape[-1]
-    out = torch.zeros(
-        (blocks.shape[0] * blocks.shape[1] + SLACK_BLOCKS, width),
-        dtype=torch.uint8,
-        device=blocks.device,
-    )
-    out[:-SLACK_BLOCKS] = blocks.reshape(-1, width)
-    return out.view(-1)
+    slack = w.packed.view(-1, width)[-SLACK_BLOCKS:]
+    return torch.cat((blocks.reshape(-1, width), slack)).view(-1)
 
 
 def _columns_padded(values: Tensor) -> Tensor:
@@ -83,7 +83,11 @@ def _rebuild(w: PackedWeight, parts: Unpacked, col_scale: Tensor, perm: Tensor |
     group = stored_group_size(w.group_size)
     scales = None if group < 0 else parts.scales.contiguous()
     zeros = None if parts.zeros is None else parts.zeros.contiguous()
-    packed = _assemble(parts.codes.contiguous(), scales, zeros, group)
+    codes = parts.codes.contiguous()
+    if w.sparse:
+        packed = sparse._assemble(codes, scales, group)
+    else:
+        packed = _assemble(codes, scales, zeros, group)
     return replace(w, packed=packed, col_scale=_columns_padded(col_scale), perm=perm, k=k, n=n)
 
 
@@ -103,7 +107,7 @@ def slice_columns(w: PackedWeight, first: int, last: int) -> PackedWeight:
     col_scale = w.col_scale[first:last]
     if first % BLOCK_COLUMNS == 0 and (last % BLOCK_COLUMNS == 0 or last == w.n):
         blocks = _blocks(w)[first // BLOCK_COLUMNS : ceil_div(last, BLOCK_COLUMNS)]
-        packed = _with_slack(blocks)
+        packed = _with_slack(w, blocks)
         return replace(w, packed=packed, col_scale=_columns_padded(col_scale), n=last - first)
     parts = _parts(w)
     zeros = None if parts.zeros is None else parts.zeros[:, first:last]
@@ -145,10 +149,13 @@ def _slice_rows(w: PackedWeight, first: int, last: int) -> PackedWeight:
             f"{_describe(w)}: rows {first}..{last} cut a group: shards must be multiples of"
             f" group_size={group}"
         )
+    if w.sparse and first % sparse.CHUNK:
+        raise ValueError(f"{_describe(w)}: row {first} cuts four rows that 2:4 sparsity counts")
     check_sizes(last - first, w.n, group)
     if first % BLOCK_DEPTH == 0 and (last % BLOCK_DEPTH == 0 or last == w.k):
         blocks = _blocks(w)[:, first // BLOCK_DEPTH : ceil_div(last, BLOCK_DEPTH)]
-        return replace(w, packed=_with_slack(blocks), col_scale=w.col_scale.clone(), k=last - first)
+        packed = _with_slack(w, blocks)
+        return replace(w, packed=packed, col_scale=w.col_scale.clone(), k=last - first)
     parts = _parts(w)
     stored = stored_group_size(group)
     rows = slice(None) if stored < 0 else slice(first // stored, last // stored)
@@ -163,7 +170,7 @@ def why_not_fuse(weights: Sequence[PackedWeight]) -> str | None:
         return "there is nothing to fuse"
     first = weights[0]
     for i, w in enumerate(weights[1:], 1):
-        for name in ("k", "group_size", "has_zeros", "device"):
+        for name in ("k", "group_size", "has_zeros", "sparse", "device"):
             mine, theirs = getattr(first, name), getattr(w, name)
             if mine != theirs:
                 return f"{name} differs: {mine} in weight 0, {theirs} in weight {i}"
@@ -182,7 +189,7 @@ def fuse_columns(weights: Sequence[PackedWeight]) -> PackedWeight:
     first = weights[0]
     col_scale = torch.cat([w.col_scale[: w.n] for w in weights])
     if all(w.n % BLOCK_COLUMNS == 0 for w in weights[:-1]):
-        packed = _with_slack(torch.cat([_blocks(w) for w in weights]))
+        packed = _with_slack(first, torch.cat([_blocks(w) for w in weights]))
         n = sum(w.n for w in weights)
         return replace(first, packed=packed, col_scale=_columns_padded(col_scale), n=n)
     parts = [_parts(w) for w in weights]
