@@ -171,12 +171,7 @@ def refusals(mesh, device):
     world = mesh.size()
     for k, n, style, word in (
         (64, 64 * world + 1, ColwiseQuant(), "is not a multiple of world"),
-        (
-            32 * (world + 1),
-            64,
-            RowwiseQuant(),
-            f"world={world}" if (world + 1) % world else "group",
-        ),
+        (96, 64, RowwiseQuant(), "cut a group"),
         (64, 64, ColwiseQuant(parts=[32, 16]), "add up to 48"),
     ):
         try:
