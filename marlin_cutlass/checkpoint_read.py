@@ -14,7 +14,7 @@ from .formats import (
     read_gptq,
     read_marlin,
 )
-from .quantize.rtn import quantize_rtn
+from .quantize.rtn import all_finite, quantize_rtn
 from .safetensors_stream import TensorInfo
 
 
@@ -105,7 +105,7 @@ def _read_ct(layer: LayerPlan, parts: dict) -> QuantizedWeight:
 def _read_dense(layer: LayerPlan, weight: torch.Tensor) -> list[QuantizedWeight]:
     options = layer.scheme.source
     scale_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float16
-    if not bool(torch.isfinite(weight).all()):
+    if not all_finite(weight):
         raise ValueError(f"{layer.name}: the weight holds NaN or infinity")
     slabs = weight if weight.dim() == 3 else weight.unsqueeze(0)
     return [

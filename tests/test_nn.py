@@ -317,3 +317,15 @@ def test_fusing_is_refused_with_the_reason():
     for other, message in cases:
         with pytest.raises(ValueError, match=message):
             QuantLinear.fuse([a, other])
+
+
+def test_offloaded_layer_gives_the_same_output():
+    # 97: device maps that keep a layer elsewhere move its buffers in for each forward.
+    accelerate = pytest.importorskip("accelerate")
+    model = nn.Sequential(layer(act_order=True), nn.ReLU(), layer(bias=False, k=192, n=64))
+    x = activations(4, 256)
+    expected = model(x)
+    accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True)
+    assert model[0].packed.device.type == "meta"
+    assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)

@@ -12,7 +12,7 @@ from .gptq import GptqOptions, quantize_gptq
 from .hessian import Moments
 from .model import quantize_model
 from .report import LayerReport, ModelReport
-from .rtn import quantize_rtn
+from .rtn import all_finite, quantize_rtn
 
 METHODS = ("rtn", "gptq")
 
@@ -37,7 +37,7 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
         raise TypeError(f"{name} is {found}; a floating point tensor is required")
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"{name} has shape {tuple(weight.shape)}; [out, in] is required")
-    if not bool(torch.isfinite(weight).all()):
+    if not all_finite(weight):
         raise ValueError(f"{name} holds NaN or infinity")
 
 

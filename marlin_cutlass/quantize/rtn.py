@@ -8,6 +8,12 @@ from ..formats.weight import QuantizedWeight, check_group_size
 from .grid import make_grid, quantize_codes, search_clip
 
 
+def all_finite(weight: torch.Tensor) -> bool:
+    """No NaN and no infinity, without a temporary of the weight's size (aminmax passes NaN on)."""
+    low, high = torch.aminmax(weight)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
 def quantize_rtn(
     weight: torch.Tensor,
     group_size: int = 128,
