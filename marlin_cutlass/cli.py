@@ -33,6 +33,9 @@ app = typer.Typer(
 err = Console(stderr=True)
 
 CHECK_FAILED, USER_ERROR = 1, 2
+# Conversions keep values: only the fp16 rounding of unusual scales is left. Quantising a weight
+# moves it by 1/15 of the largest one, and by more where clipping pays.
+TOLERANCE, DENSE_TOLERANCE = 1e-3, 0.5
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -233,16 +236,22 @@ def verify(
     source: Source,
     target: Annotated[Path, typer.Argument(help="converted folder")],
     tolerance: Annotated[
-        float, typer.Option(help="largest difference allowed, relative to the largest weight")
-    ] = 1e-3,
+        float | None,
+        typer.Option(
+            help="largest difference allowed, relative to the layer's largest weight"
+            " (default 1e-3; 0.5 where the source is floating point)"
+        ),
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Dequantise both folders and compare, layer by layer; exit code 1 if any differs too much."""
     from .checkpoint_verify import verify_checkpoint
-    from .inspecting import inspect_path
+    from .inspecting import DENSE, inspect_path
     from .progress import progress_bar
 
+    if tolerance is None:
+        tolerance = DENSE_TOLERANCE if inspect_path(source).format == DENSE else TOLERANCE
     with progress_bar(not quiet, len(inspect_path(target).layers), "verify") as tick:
         errors = verify_checkpoint(source, target, tick)
     bad = {name: error for name, error in errors.items() if not error <= tolerance}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def load_model(model: nn.Module, path: str | Path, device: str | torch.device = 
 
     path: a file written by `save(model, path)`, or a converted folder. Tensors are assigned, not
     copied, so the model may be on the meta device if it computes no buffers of its own. Raises
-    ValueError naming missing or unknown tensors.
+    ValueError naming missing tensors; unused ones are warned about.
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -186,12 +187,13 @@ def load_model(model: nn.Module, path: str | Path, device: str | torch.device = 
                 replace_linear(model, layer, form, bias=f"{layer}.bias" in keys)
             state |= {key: file.get_tensor(key) for key in keys}
     missing, unknown = model.load_state_dict(state, strict=False, assign=True)
-    tied = _tied_names(model, missing)
-    if set(missing) - tied or unknown:
-        raise ValueError(
-            f"{path} does not fit the model: missing {sorted(set(missing) - tied)[:8]}, unknown"
-            f" {sorted(unknown)[:8]}"
-        )
+    absent = sorted(set(missing) - _tied_names(model, missing))
+    if absent:
+        raise ValueError(f"{path} does not fit the model: missing {absent[:8]}")
+    # Old checkpoints hold buffers that models compute for themselves today.
+    known = {name for name, _ in model.named_buffers()}
+    if unused := sorted(set(unknown) - known):
+        warnings.warn(f"{path}: tensors not used: {', '.join(unused[:8])}", stacklevel=2)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     _check_no_meta(model, path)

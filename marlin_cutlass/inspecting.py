@@ -14,6 +14,8 @@ from .files import check_metadata
 from .layout import packed_bytes
 from .safetensors_stream import read_header
 
+DENSE = "floating point"  # format of a folder that is not quantised
+
 # GPUs by marketing name; any other is given as sm_86, 90a, ...
 GPU_ARCHS = {
     "A100": "sm_80",
@@ -133,7 +135,7 @@ def _inspect_plan(path: Path, plan: Plan) -> Inspection:
     name = scheme.checkpoint_format if scheme.name == "gptq" else scheme.name
     return Inspection(
         str(path),
-        "floating point" if name == "dense" else name,
+        DENSE if name == "dense" else name,
         layers,
         len(plan.passed),
         plan.bytes_in(),

@@ -86,6 +86,8 @@ def test_dense_folder_needs_quantize(tmp_path):
     assert code == 2 and "marlin-cutlass quantize" in stderr
     code, stdout, _ = run("quantize", src, tmp_path / "x", "-g", 64, "--asymmetric", "-q")
     assert code == 0 and "1 layers packed" in stdout
+    code, stdout, _ = run("verify", src, tmp_path / "x", "-q", "--json")
+    assert code == 0 and 0.01 < json.loads(stdout)["worst"] < 0.5
     code, stdout, _ = run("inspect", tmp_path / "x")
     assert code == 0 and "a.q_proj" in stdout
 

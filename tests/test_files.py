@@ -170,6 +170,19 @@ def test_models_of_another_shape_are_refused(tmp_path):
         load_model(other, tmp_path / "m.safetensors")
 
 
+def test_unused_tensors_are_warned_about(tmp_path):
+    model = Tiny().half()
+    state = dict(model.state_dict(), leftover=torch.zeros(2))
+    mc.save(state, tmp_path / "m.safetensors")
+    with pytest.warns(UserWarning, match="not used: leftover"):
+        load_model(Tiny(), tmp_path / "m.safetensors")
+    # A buffer that old files hold and the model computes itself is no news.
+    other = Tiny()
+    other.register_buffer("leftover", torch.ones(2), persistent=False)
+    load_model(other, tmp_path / "m.safetensors")
+    assert torch.equal(other.leftover, torch.ones(2))
+
+
 def test_buffers_without_values_are_refused(tmp_path):
     class WithTable(Tiny):
         def __init__(self) -> None:
