@@ -10,6 +10,7 @@ What is not built is compiled into the JIT cache. Wrong kernels are named and ex
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -49,6 +50,7 @@ from marlin_cutlass.explore_space import (
     near_misses,
     parse_overrides,
 )
+from marlin_cutlass.explore_watch import HANG_S, HUNG, Watchdog
 
 COUNT = 40  # variants that are looked at closely
 COMPILED_WITHOUT_GPU = 4  # their static facts; more when asked
@@ -73,6 +75,9 @@ class Explorer:
     jobs: int = 1
     sweep: bool = True
     spent: Callable[[], bool] = lambda: False
+    watched: bool = False  # a hanging kernel ends the process
+    watch: Callable[[str], None] = lambda what: None
+    skip: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -85,6 +90,7 @@ class Explorer:
         space = enumerate_space(self.problem, self.arch, self.gpu, self.overrides)
         table = self._table()
         chosen = choose(space, self.count, self._built(space, table), self.overrides)
+        chosen = {name: why for name, why in chosen.items() if name not in self.skip}
         variants = [Variant.parse(name) for name in chosen]
         kernels = self._kernels(variants, table)
         rows = {v.name: make_row(self.problem, v, self.gpu, chosen[v.name]) for v in variants}
@@ -99,6 +105,8 @@ class Explorer:
             self._measure(rows, kernels, found.limit_us)
         found.rows = sort_rows(list(rows.values()))
         found.sweep = self._sweep(found.rows, kernels)
+        if isinstance(self.watch, Watchdog):
+            self.watch.close()
         return found
 
     # ---- what there is ---------------------------------------------------------------------------
@@ -219,6 +227,8 @@ class Explorer:
         """Checks and times every kernel that is there; figures go into the rows."""
         timer, p = self.timer, self.problem
         self._register(kernels)
+        if self.watched:
+            self.watch = Watchdog(_on_hang)
         copies = timer.open(p.n, p.k, self.format, max(p.m, max(SWEEP_MS) if self.sweep else 0))
         guesses = {name: rows[name].predicted_us for name in kernels}
         results: dict[str, Measured] = {}
@@ -233,6 +243,7 @@ class Explorer:
                 pdl=pdl,
                 warm=True,
                 stop=self.spent,
+                watch=self.watch,
                 into=results,
             )
         except KeyboardInterrupt:
@@ -242,6 +253,7 @@ class Explorer:
             add_figures(rows[name], found, p, limit)
         if self.spent():
             self.notes.append("the time budget ended the measurement")
+        self.watch("sweep")
 
     def _register(self, kernels: dict[str, dispatch.Kernel]) -> None:
         from marlin_cutlass import library
@@ -281,9 +293,24 @@ class Explorer:
                 break
             here = {x["name"]: x for x in points if x["m"] == m and x["name"] in names}
             guesses = {name: x["predicted_us"] for name, x in here.items()}
-            found = measure(timer, self.format, m, guesses, copies, pdl=(False,), stop=self.spent)
+            found = measure(
+                timer,
+                self.format,
+                m,
+                guesses,
+                copies,
+                pdl=(False,),
+                stop=self.spent,
+                watch=self.watch,
+            )
             for result in found:
                 here[result.kernel]["us"] = result.us
+
+
+def _on_hang(what: str) -> None:
+    """Names the kernel that hangs and leaves: nothing else ends it."""
+    print(f"HANG: no progress for {HANG_S:.0f} s in {what}; leave it out with --skip", flush=True)
+    os._exit(HUNG)
 
 
 def _different(rows: list[Row]) -> list[Row]:
@@ -358,6 +385,9 @@ def main(
     sweep: Annotated[bool, typer.Option(help="time against M of the best three")] = True,
     json_: Annotated[Path | None, typer.Option("--json", help="write everything as JSON")] = None,
     html: Annotated[Path | None, typer.Option(help="write one self-contained page")] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="leave this variant out, by full name; repeatable")
+    ] = None,
     top: Annotated[int | None, typer.Option(min=1, help="print at most so many rows")] = None,
     paper: Annotated[
         bool, typer.Option("--paper", help="figures of the MARLIN paper from the model (A10)")
@@ -385,6 +415,7 @@ def main(
         jobs or default_jobs(),
         sweep,
     )
+    explorer.skip, explorer.watched = tuple(skip or ()), True
     started = time.monotonic()
     explorer.spent = lambda: time.monotonic() - started > seconds
     found = explorer.run()

@@ -58,11 +58,21 @@ class TuningFile:
             raise ValueError(f"{path} is not a tuning file: {error!r}") from error
 
     def save(self, path: Path) -> None:
-        """Writes aside and renames: an interrupted run never leaves half a file."""
+        """Writes aside and renames: an interrupted run never leaves half a file.
+
+        What another run has added to the file in the meantime is kept.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            self._keep_others(TuningFile.load(path))
         aside = path.with_name(f".{path.name}.{os.getpid()}.part")
         aside.write_text(self.text())
         aside.replace(path)
+
+    def _keep_others(self, other: TuningFile) -> None:
+        mine = {**self.excluded, **self.entries}
+        self.entries |= {key: e for key, e in other.entries.items() if key not in mine}
+        self.excluded |= {key: e for key, e in other.excluded.items() if key not in mine}
 
     def text(self) -> str:
         """JSON with one entry a line, in an order that does not depend on when they came."""

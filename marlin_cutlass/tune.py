@@ -15,7 +15,6 @@ import re
 import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -49,12 +48,11 @@ from marlin_cutlass.explore_shapes import (
     plan_shapes,
 )
 from marlin_cutlass.explore_tuning import CUBIN_DIGITS, TuningFile, geometry_of, score
+from marlin_cutlass.explore_watch import HANG_S, HUNG, Watchdog
 
 ANCHORS = 2  # known candidates measured again beside new ones, so that both saw the same clock
 CHECKED = 3  # rivals of the table's choice that --check measures
-HANG_S = 25.0  # without progress for so long, a kernel hangs
 SAVE_S = 2.0
-HUNG = 3  # exit status after a kernel hung
 PDL_CAPABILITY = (9, 0)
 
 
@@ -332,30 +330,6 @@ def check_summary(cells: list[CheckedCell]) -> str:
 
 
 # ---- a hanging kernel ----------------------------------------------------------------------------
-
-
-class Watchdog:
-    """Ends the process when nothing happens for `seconds`: a GPU kernel that hangs cannot be
-    stopped. `on_hang` is told what hung and saves."""
-
-    def __init__(self, on_hang: Callable[[str], None], seconds: float = HANG_S) -> None:
-        self._on_hang, self._seconds = on_hang, seconds
-        self._what, self._since = "start", time.monotonic()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def __call__(self, what: str) -> None:
-        self._what, self._since = what, time.monotonic()
-
-    def close(self) -> None:
-        self._stop.set()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(self._seconds / 10):
-            if time.monotonic() - self._since > self._seconds:
-                self._on_hang(self._what)
-                return
 
 
 def hang_handler(tuner: Tuner, out: Path | None) -> Callable[[str], None]:

@@ -298,6 +298,22 @@ def test_other_formats_are_kept_apart(table):
     assert tuner.file.known(4096, 4096, 16, Format()) == {}
 
 
+def test_what_another_run_added_is_kept(table, tmp_path):
+    out = tmp_path / "t.json"
+    first, second = make_tuner(table), make_tuner(table)
+    first.tune_shape(SHAPE, [8])
+    second.tune_shape(SHAPE, [64])
+    first.file.save(out)
+    second.file.save(out)
+    kept = TuningFile.load(out).entries
+    assert {key[2] for key in kept} == {8, 64}
+    name = next(iter(first.wanted(SHAPE, 8)))
+    first.file.add(4096, 4096, 8, Format(), Measured(name, refused="wrong"), "x")
+    first.file.save(out)
+    last = TuningFile.load(out)
+    assert len(last.entries) == len(kept) - 1 and len(last.excluded) == 1
+
+
 def test_a_file_of_another_gpu_is_refused(table, tmp_path):
     other = replace(fakes.H200, name="NVIDIA H100", sms=114)
     file = TuningFile.for_device("sm_90a", other, "2026-11-29")
