@@ -69,9 +69,11 @@ CONVERT = """
 import resource, sys, json
 from marlin_cutlass.checkpoint import convert_checkpoint
 r = convert_checkpoint(sys.argv[1], sys.argv[2], workers=int(sys.argv[3]))
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+usage = resource.getrusage(resource.RUSAGE_SELF)
+peak = usage.ru_maxrss * 1024
 print(json.dumps({"seconds": r.seconds, "read": r.bytes_in, "written": r.bytes_out,
-                  "peak_bytes": peak, "layers": len(r.layers)}))
+                  "peak_bytes": peak, "layers": len(r.layers),
+                  "user_seconds": usage.ru_utime, "system_seconds": usage.ru_stime}))
 """
 
 
