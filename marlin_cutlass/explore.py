@@ -26,7 +26,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from generator.arch import ARCHS, Arch, Gpu, arch_for_capability, resolve_arch
 from generator.cost import estimate, reference_gpu
 from generator.problem import ProblemShape
-from generator.toolchain import BuildError, default_jobs
 from generator.variant import Variant
 from marlin_cutlass import dispatch, jit
 from marlin_cutlass.explore_candidates import gpu_for, gpu_named
@@ -72,7 +71,7 @@ class Explorer:
     timer: Timer | None = None
     count: int = COUNT
     compile_count: int | None = None  # None: all with a GPU, a few without
-    jobs: int = 1
+    jobs: int | None = None
     sweep: bool = True
     spent: Callable[[], bool] = lambda: False
     watched: bool = False  # a hanging kernel ends the process
@@ -212,7 +211,7 @@ class Explorer:
             self.notes.append("interrupted while compiling")
             found = {v.name: jit.find(v, self.arch.name) for v in variants}
             return {name: kernel for name, kernel in found.items() if kernel is not None}
-        except (BuildError, OSError, ImportError) as error:
+        except jit.CannotCompile as error:
             self.notes.append(f"nothing was compiled: {str(error).splitlines()[0]}")
             return {}
         for name, text in errors.items():
@@ -412,7 +411,7 @@ def main(
         timer,
         count,
         compile_,
-        jobs or default_jobs(),
+        jobs,
         sweep,
     )
     explorer.skip, explorer.watched = tuple(skip or ()), True

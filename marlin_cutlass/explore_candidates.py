@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from generator.arch import GPUS, Arch, Gpu
 from generator.cost import estimate, reference_gpu
+from generator.legality import why_not_for
 from generator.problem import ProblemShape, ceil_div
 from generator.variant import Variant
 
@@ -40,9 +41,8 @@ def sensible_rows(m: int, m_tile: int) -> bool:
 
 
 def predictions(problem: ProblemShape, variants: Iterable[Variant], gpu: Gpu) -> dict[str, float]:
-    """Modelled microseconds by name, for the variants that have the problem's format."""
-    fmt = (problem.dtype, problem.zeros, problem.kernel_group_size)
-    mine = [v for v in variants if (v.dtype, v.zeros, v.group_size) == fmt]
+    """Modelled microseconds by name, for the variants that can serve the problem."""
+    mine = [v for v in variants if why_not_for(v, problem) is None]
     return {v.name: estimate(problem, v, gpu).total for v in mine}
 
 

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from generator.arch import Arch, Gpu
-from generator.compile import record_path
 from generator.cost import estimate
 from generator.legality import occupancy
 from generator.problem import ProblemShape
 from generator.variant import Variant
 from marlin_cutlass.explore_measure import Measured
+from marlin_cutlass.jit import read_record
 from marlin_cutlass.limits import device_limits
 from marlin_cutlass.limits import limit as measured_limit
 
@@ -151,11 +151,9 @@ def cubin_facts(folders: Iterable[Path], names: Iterable[str]) -> dict[str, tupl
             if name in rows:
                 found[name] = rows[name]
                 continue
-            try:
-                record = json.loads(record_path(folder, name).read_text())
+            record = read_record(folder, name)
+            if record is not None:
                 found[name] = (record["registers"], record["spills"])
-            except (OSError, ValueError, KeyError):
-                continue
     return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from generator import legality
 from generator.arch import Arch, Gpu
 from generator.cost import estimate
-from generator.problem import ProblemShape, block_bytes
+from generator.problem import ProblemShape
 from generator.space import default_space
 from generator.variant import DECOMPOSITIONS, FAMILIES, Geometry, Variant
 from marlin_cutlass.explore_candidates import sensible_rows
@@ -49,7 +49,7 @@ class Space:
         """Best prediction first; among equal ones those with more bytes in flight, up to enough."""
 
         def key(v: Variant) -> tuple:
-            weights = v.blocks_per_stage * block_bytes(v.group_size, v.zeros)
+            weights = v.blocks_per_stage * v.block_bytes
             in_flight = min(ENOUGH_IN_FLIGHT, v.stages * weights * v.ctas_per_sm)
             return round(self.predicted[v.name], 2), -in_flight, -v.stages, v.name
 
@@ -128,7 +128,7 @@ def declared(problem: ProblemShape, arch: Arch, overrides: Overrides) -> Iterato
     fmt = (problem.dtype, problem.zeros, problem.kernel_group_size)
     for entry in default_space(arch, arch.families):
         v = entry.variant
-        if (v.dtype, v.zeros, v.group_size) == fmt and all(
+        if (v.dtype, v.zeros, v.group_size, v.sparse) == (*fmt, problem.sparse) and all(
             getattr(v, knob) in values for knob, values in overrides.items()
         ):
             yield v
@@ -143,7 +143,8 @@ def judged(
     plain data_parallel, which asks for least, is not tried with the other decompositions.
     """
     fmt = (problem.dtype, problem.zeros, problem.kernel_group_size)
-    for family in overrides.get("family", arch.families):
+    suiting = tuple(f for f in arch.families if (f == "sparse") == problem.sparse)
+    for family in overrides.get("family", suiting):
         values = {**_domain(problem, family), **overrides}
         ways = list(_ways(values))
         count = len(ways) * math.prod(len(values[knob]) for knob in TILE_KNOBS)
@@ -152,6 +153,8 @@ def judged(
         for numbers in itertools.product(*(values[knob] for knob in TILE_KNOBS)):
             tile = dict(zip(TILE_KNOBS, numbers))
             plain = Geometry(family=family, **PLAIN, **tile).with_format(*fmt)
+            if legality.why_not_for(plain, problem) is not None:
+                break  # a family for other weights
             reason = legality.why_not(plain, arch)
             if reason is not None and not reason.startswith("decomposition="):
                 yield plain, len(ways), reason

@@ -11,17 +11,23 @@ the rule.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from marlin_cutlass import dispatch
 
 # A kernel that spills is right, only slower; what it spills is shown, not forbidden.
 ALLOWED_SPILL_BYTES = 1 << 20
+
+
+class CannotCompile(Exception):
+    """Nothing can be compiled here: no nvcc, no folder, or a package is missing."""
 
 
 def enabled() -> bool:
@@ -75,8 +81,6 @@ def find(variant, arch: str) -> dispatch.Kernel | None:
 
     Where sources cannot be rendered (no jinja2 or cutlass_library) a whole cubin is trusted.
     """
-    from generator.compile import read_record
-
     try:
         from generator.render import render
 
@@ -93,13 +97,30 @@ def find(variant, arch: str) -> dispatch.Kernel | None:
     return None
 
 
-def kernel_of(variant, record, folder: Path) -> dispatch.Kernel:
-    """A table's entry for a cubin outside the table's folder."""
-    from generator.manifest import variant_row
-    from generator.space import Entry
+def read_record(folder: Path, name: str) -> dict[str, Any] | None:
+    """What generator.compile wrote beside a cubin that is there and unchanged, else None.
 
-    row = variant_row(Entry(variant, "compiled on demand"), record)
-    row["file"] = str((folder / row["file"]).resolve())
+    Read here, so that a machine that only runs kernels needs nothing that compiles them.
+    """
+    try:
+        record = json.loads((folder / "records" / f"{name}.json").read_text())
+        cubin = (folder / f"{name}.cubin").read_bytes()
+        return record if hashlib.sha256(cubin).hexdigest() == record["sha256"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def kernel_of(variant, record: Mapping[str, Any], folder: Path) -> dispatch.Kernel:
+    """A table's entry for a cubin outside the table's folder."""
+    row = {
+        **asdict(variant),
+        "name": variant.name,
+        "threads": variant.threads,
+        "shared_bytes": variant.shared_bytes,
+        "cluster": variant.cluster,
+        "file": str((folder / f"{variant.name}.cubin").resolve()),
+        "sha256": record["sha256"],
+    }
     names = {f.name for f in fields(dispatch.Kernel)}
     return dispatch.Kernel(**{key: value for key, value in row.items() if key in names})
 
@@ -110,21 +131,29 @@ def kernel_of(variant, record, folder: Path) -> dispatch.Kernel:
 def compile_variants(
     variants: Iterable,
     arch,
-    parallel: int = 1,
+    parallel: int | None = None,
     done: Callable[[str, str | None], None] = lambda name, error: None,
 ) -> tuple[dict[str, dispatch.Kernel], dict[str, str]]:
     """Compiles legal variants into the cache: kernels and errors by name.
 
-    done(name, error) is called as each is finished. Raises generator's BuildError without nvcc.
+    parallel: None is a process for each CPU, at most $MAX_JOBS. done(name, error) is called as each
+    is finished. Raises CannotCompile where nothing can be.
     """
-    from generator import compile as compiling
-    from generator.legality import max_registers
-    from generator.render import render, write_if_changed
+    try:
+        from generator import compile as compiling
+        from generator.legality import max_registers
+        from generator.render import render, write_if_changed
+        from generator.toolchain import BuildError, default_jobs
 
+        compiler = compiling.Compiler.for_arch(arch)
+        folder = writable_folder(arch.name)
+    except (ImportError, OSError) as error:
+        raise CannotCompile(str(error)) from error
+    except BuildError as error:
+        raise CannotCompile(str(error)) from error
     by_name = {v.name: v for v in variants}
     sources = {name: render(v) for name, v in by_name.items()}
     digests = {name: digest(source) for name, source in sources.items()}
-    folder = writable_folder(arch.name)
     jobs = [
         compiling.Job(
             name, sources[name], folder, ALLOWED_SPILL_BYTES, max_registers(by_name[name], arch)
@@ -139,10 +168,11 @@ def compile_variants(
             errors[outcome.name] = outcome.error or "failed"
         else:
             write_if_changed(_digest_path(folder, outcome.name), digests[outcome.name] + "\n")
-            kernels[outcome.name] = kernel_of(by_name[outcome.name], outcome.record, folder)
+            record = asdict(outcome.record)
+            kernels[outcome.name] = kernel_of(by_name[outcome.name], record, folder)
         done(outcome.name, outcome.error)
 
-    compiling.compile_all(compiling.Compiler.for_arch(arch), jobs, parallel, finish)
+    compiling.compile_all(compiler, jobs, parallel or default_jobs(), finish)
     return kernels, errors
 
 
@@ -153,7 +183,6 @@ def obtain(name: str, arch_name: str) -> dispatch.Kernel:
     """
     from generator.arch import ARCHS
     from generator.legality import why_not
-    from generator.toolchain import BuildError
     from generator.variant import Variant
 
     variant, arch = Variant.parse(name), ARCHS[arch_name]
@@ -165,7 +194,7 @@ def obtain(name: str, arch_name: str) -> dispatch.Kernel:
         return kernel
     try:
         kernels, errors = compile_variants([variant], arch)
-    except (BuildError, OSError, ImportError) as error:
+    except CannotCompile as error:
         raise ValueError(f"it cannot be compiled here: {error}") from error
     if errors:
         raise ValueError(f"compiling it failed: {errors[name]}")

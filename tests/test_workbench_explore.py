@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import workbench_fakes as fakes
@@ -12,7 +15,7 @@ from workbench_nvcc import Nvcc
 
 from generator import space as declared_space
 from generator.arch import ARCHS, GPUS
-from generator.legality import why_not
+from generator.legality import why_not, why_not_for
 from generator.problem import ProblemShape
 from generator.variant import Variant
 from marlin_cutlass import dispatch, explore, explore_paper, jit, library
@@ -26,6 +29,7 @@ from marlin_cutlass.explore_space import (
     parse_overrides,
 )
 
+ROOT = Path(__file__).resolve().parents[1]
 PROBLEM = ProblemShape(16, 4096, 4096)
 HOPPER, H200 = ARCHS["sm_90a"], GPUS["H200"]
 NARROW = {
@@ -124,7 +128,7 @@ def declared_variants(arch, knobs) -> list[Variant]:
     return [
         v
         for v in every
-        if (v.dtype, v.zeros, v.group_size) == ("f16", False, 128)
+        if why_not_for(v, PROBLEM) is None
         and all(getattr(v, knob) in values for knob, values in knobs.items())
     ]
 
@@ -335,6 +339,27 @@ def test_mistakes_are_one_line(nvcc, arguments, words):
     done = run(*arguments)
     assert done.exit_code == 2 and words in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+def test_a_machine_that_only_runs_kernels_needs_no_compiling_packages(nvcc):
+    """No jinja2, no cutlass_library: ranking, cached kernels and forced names work."""
+    name = enumerate_space(PROBLEM, HOPPER, H200, NARROW).ranked[0].name
+    jit.obtain(name, "sm_90a")
+    geometry = Variant.parse(name).geometry().name.removeprefix("w4a16_")
+    code = (
+        "import sys\n"
+        "sys.modules.update({'jinja2': None, 'cutlass_library': None})\n"
+        "from marlin_cutlass import explore, jit, library, profile, tune\n"
+        f"print(library.forced_index({name!r}, (9, 0), 'f16', False, 128))\n"
+        "from marlin_cutlass.cli import app\n"
+        f"app(['explore', '16x4096x4096', '--gpu', 'H200', '--count', '24', *{SET!r}])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert "modelled for H200" in run.stdout
+    assert "nothing was compiled: import of" in run.stdout
+    row = next(x for x in run.stdout.splitlines() if geometry in x)
+    assert " 96 " in row, "registers of the cached cubin"
 
 
 def test_budgets():
