@@ -40,6 +40,9 @@ def gemm(
         raise TypeError(
             f"w must be a PackedWeight (see marlin_cutlass.pack), not {type(w).__name__}"
         )
+    for name, value in (("a", a), ("bias", bias), ("out", out)):
+        if not isinstance(value, Tensor) and (value is not None or name == "a"):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     device = "cuda" if a.is_cuda else "cpu"
     if torch.is_autocast_enabled(device):
         a = a.to(torch.get_autocast_dtype(device))

@@ -94,9 +94,11 @@ def kernel_code(kernel: str | None, batch_invariant: bool, a: Tensor, w: PackedW
     call."""
     if kernel is None and (FORCED_KERNEL is None or not a.is_cuda):
         return BATCH_INVARIANT if batch_invariant else AUTO
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel={kernel!r} must be the name of a variant, or None")
     from . import library
 
-    return library.forced_kernel(kernel or FORCED_KERNEL, batch_invariant, a, w)
+    return library.forced_kernel(FORCED_KERNEL if kernel is None else kernel, batch_invariant, a, w)
 
 
 def _weight(packed: Tensor, col_scale: Tensor, perm: Tensor | None, *form: int) -> PackedWeight:
@@ -116,6 +118,8 @@ def _gemm_cpu(a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, var
     check_bias(bias, a, n)
     if variant >= 0:
         raise ValueError(f"variant={variant} is a CUDA kernel: the tensors are on {a.device}")
+    if variant < BATCH_INVARIANT:
+        raise ValueError(f"variant={variant} is neither an index nor {AUTO} or {BATCH_INVARIANT}")
     bias = None if bias is None else bias.to(a.dtype)
     return gemm_reference(a, weight, bias, row_by_row=variant == BATCH_INVARIANT)
 
@@ -184,6 +188,11 @@ def _first_call(name: str):
     """
 
     def call(*args):
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        other = [t for t in tensors if t.layout != torch.strided or t.is_quantized]
+        if other:  # never dispatched to the CUDA implementation: loading it would lead back here
+            kind = "quantized" if other[0].is_quantized else str(other[0].layout)
+            raise TypeError(f"an operand is {kind}: marlin_cutlass takes plain strided tensors")
         devices = {arg.device.type for arg in args if hasattr(arg, "device")}
         if "cuda" not in devices:
             found = ", ".join(sorted(devices))
