@@ -158,7 +158,7 @@ def measure(
     guess = min(expected_us[r.kernel] for r in sound)
     calls = settings.calls(guess, copies)
     runs = [Run(r.kernel, on) for r in sound for on in pdl]
-    runs += [Run(r.kernel, pdl[-1], warm=True) for r in sound if warm]
+    runs += [Run(r.kernel, pdl[0], warm=True) for r in sound if warm]
     for number in range(settings.rounds):
         for run in runs if number % 2 == 0 else runs[::-1]:
             if stop() and (number > 0 or not run.graph):

@@ -77,6 +77,13 @@ def test_a_family_is_added_as_the_page_says(checkout):
     assert (checkout / "build" / "sm_86" / f"{name}.cubin").is_file()
     assert "2 compiled, 0 up to date, 0 failed" in text
     assert "demo_m16_n128k128_w2x2_p4_striped_c1" in outputs[-1]
+    schedule = (checkout / "marlin_cutlass" / "csrc" / "schedule.h").read_text()
+    (enum,) = re.findall(r"enum class Family \{ (.*?) \}", schedule)
+    dispatch = (checkout / "marlin_cutlass" / "dispatch.py").read_text()
+    (families,) = re.findall(r"^FAMILIES = \((.*?)\)", dispatch, flags=re.M)
+    names = [family.strip(' "') for family in families.split(",")]
+    named = [f"k{name.capitalize()}" for name in names]
+    assert enum.split(", ") == named and named[-1] == "kDemo"
 
 
 def test_the_papers_figures_are_those_of_the_model():
