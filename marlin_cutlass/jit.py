@@ -20,7 +20,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from marlin_cutlass import dispatch
+from marlin_cutlass import dispatch, settings
 
 # A kernel that spills is right, only slower; what it spills is shown, not forbidden.
 ALLOWED_SPILL_BYTES = 1 << 20
@@ -32,7 +32,7 @@ class CannotCompile(Exception):
 
 def enabled() -> bool:
     """Whether gemm may compile what is not built: MARLIN_CUTLASS_JIT=0 forbids it."""
-    return os.environ.get("MARLIN_CUTLASS_JIT", "1") != "0"
+    return settings.switch("MARLIN_CUTLASS_JIT", True)
 
 
 def cache_folders(arch: str) -> list[Path]:
@@ -41,9 +41,8 @@ def cache_folders(arch: str) -> list[Path]:
     given = os.environ.get("MARLIN_CUTLASS_JIT_CACHE")
     if given:
         return [Path(given) / arch]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marlin_cutlass"
     roots = dict.fromkeys([*dispatch.build_roots(), *dispatch.default_roots()[:1]])
-    return [*(root / "jit" / arch for root in roots), cache / "jit" / arch]
+    return [root / "jit" / arch for root in (*roots, *settings.cache_folders())]
 
 
 def writable_folder(arch: str) -> Path:

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import dispatch, ops
+from . import dispatch, ops, settings
 from .errors import LibraryError, UnsupportedArchError
 from .packed_weight import PackedWeight
 
@@ -173,9 +173,8 @@ def compiler() -> list[str]:
 
 def library_folders() -> list[Path]:
     """Where a compiled library may lie: beside the kernels, or in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marlin_cutlass"
     roots = dict.fromkeys([*dispatch.build_roots(), *dispatch.default_roots()])
-    return [*(root / "runtime" for root in roots), cache]
+    return [*(root / "runtime" for root in roots), *settings.cache_folders()]
 
 
 def find_library() -> Path | None:
@@ -294,8 +293,8 @@ def _open(path: Path) -> Launcher:
 
 def configure(launcher: Launcher) -> None:
     """Passes the settings and the tables of all visible devices to the launcher."""
-    launcher.set_option("pdl", os.environ.get("MARLIN_CUTLASS_PDL", "1") != "0")
-    launcher.set_option("debug", os.environ.get("MARLIN_CUTLASS_DEBUG", "0") not in ("", "0"))
+    launcher.set_option("pdl", settings.switch("MARLIN_CUTLASS_PDL", True))
+    launcher.set_option("debug", settings.switch("MARLIN_CUTLASS_DEBUG", False))
     reload_tables(launcher)
 
 

@@ -22,7 +22,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import marlin_cutlass as mc
-from marlin_cutlass import dispatch
+from marlin_cutlass import dispatch, jit, library
+from marlin_cutlass import settings as settings_module
 
 REPO = Path(__file__).resolve().parent.parent
 K, N = 256, 96
@@ -127,8 +128,8 @@ def test_a_weight_that_was_tampered_with(change, error, text):
 def launcher(fake, tmp_path):
     """The recorded driver with kernels of every format."""
     entries = [fake_cuda.kernel(**form) for form in fake_cuda.formats()]
-    table = dispatch.load_table(fake_cuda.write_table(tmp_path, entries, [fake_cuda.row(entries[0])]))
-    fake.launcher.add_table(table, 9, 0)
+    folder = fake_cuda.write_table(tmp_path, entries, [fake_cuda.row(entries[0])])
+    fake.launcher.add_table(dispatch.load_table(folder), 9, 0)
     return fake
 
 
@@ -286,7 +287,7 @@ def test_nonsense_settings_are_named_or_harmless(tmp_path):
         "print(mc.explain(1, 8, 128, 128, arch=90).why)\n"
         "print(sorted(mc.build_info()['settings']))\n"
     )
-    names = "KERNEL EXCLUDE JIT JIT_CACHE PDL DEBUG".split()
+    names = ["KERNEL", "EXCLUDE", "JIT", "JIT_CACHE", "PDL", "DEBUG"]
     nonsense = {f"MARLIN_CUTLASS_{name}": "\u00e9[]*?!{" for name in names}
     folder = str(tmp_path / "not" / "there")
     done = run(code, **nonsense, MARLIN_CUTLASS_BUILD=folder, XDG_CACHE_HOME="relative", HOME="")
@@ -294,3 +295,39 @@ def test_nonsense_settings_are_named_or_harmless(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0] == "-1024.0" and "sm_90 unsupported" in lines[1]
     assert "MARLIN_CUTLASS_KERNEL" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [("1", True), ("ON", True), (" yes ", True), ("0", False), ("", False), ("False", False)],
+)
+def test_switches_say_on_or_off(monkeypatch, value, on):
+    monkeypatch.setenv("MARLIN_CUTLASS_DEBUG", value)
+    assert settings_module.switch("MARLIN_CUTLASS_DEBUG", not on) is on
+
+
+def test_a_switch_that_says_neither_is_refused_where_it_takes_effect(monkeypatch):
+    class Launcher:
+        def set_option(self, name, value):
+            pass
+
+    for name in ("MARLIN_CUTLASS_PDL", "MARLIN_CUTLASS_DEBUG"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "banana")
+            with pytest.raises(ValueError, match=f"{name}='banana' says neither on nor off"):
+                library.configure(Launcher())
+    monkeypatch.setenv("MARLIN_CUTLASS_JIT", "maybe")
+    with pytest.raises(ValueError, match="MARLIN_CUTLASS_JIT='maybe'"):
+        jit.enabled()
+
+
+def test_a_user_without_a_home_needs_no_cache(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/folder")
+    assert settings_module.cache_folders() == []
+    assert library.library_folders() and jit.cache_folders("sm_90a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert library.library_folders()[-1] == Path("/somewhere/marlin_cutlass")
