@@ -194,8 +194,11 @@ class Builder:
                 listed[name] = named(name, self.arch)
         records = ((entry, self.cached(entry)) for entry in listed.values())
         built = [(entry, record) for entry, record in records if record is not None]
-        table = rows.build_table(self.arch, [entry.variant for entry, _ in built])
-        manifest.write_manifest(self.folder, self.arch, built, table.to_json())
+        variants = [entry.variant for entry, _ in built]
+        # A row's geometry says which kind of weight it is for, so the order of the two is free.
+        tables = [rows.build_table(self.arch, variants, sparse=sparse) for sparse in (False, True)]
+        dispatch = [row for table in tables for row in table.to_json()]
+        manifest.write_manifest(self.folder, self.arch, built, dispatch)
         return len(built)
 
 

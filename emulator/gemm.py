@@ -99,6 +99,8 @@ def _check_call(a: torch.Tensor, weight: PackedWeight, variant: Variant) -> None
         raise ValueError(
             f"a is {a.dtype} {tuple(a.shape)}; {variant.name} takes {variant.dtype} [m, {weight.k}]"
         )
+    if weight.sparse != variant.sparse:
+        raise ValueError(f"weight has sparse={weight.sparse}: not for {variant.name}")
     if (weight.has_zeros, weight.stored_group_size) != (variant.zeros, variant.group_size):
         raise ValueError(
             f"weight has zeros={weight.has_zeros} and group_size={weight.group_size}: "

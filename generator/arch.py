@@ -37,12 +37,12 @@ def _arch(name, cc, families, block_kib, sm_kib, threads) -> Arch:
 ARCHS: dict[str, Arch] = {
     a.name: a
     for a in (
-        _arch("sm_80", (8, 0), ("ampere",), 163, 164, 2048),
-        _arch("sm_86", (8, 6), ("ampere",), 99, 100, 1536),
-        _arch("sm_89", (8, 9), ("ampere",), 99, 100, 1536),
-        _arch("sm_90a", (9, 0), ("hopper", "ampere"), 227, 228, 2048),
-        _arch("sm_100", (10, 0), ("ampere",), 227, 228, 2048),
-        _arch("sm_120", (12, 0), ("ampere",), 99, 100, 1536),
+        _arch("sm_80", (8, 0), ("ampere", "sparse"), 163, 164, 2048),
+        _arch("sm_86", (8, 6), ("ampere", "sparse"), 99, 100, 1536),
+        _arch("sm_89", (8, 9), ("ampere", "sparse"), 99, 100, 1536),
+        _arch("sm_90a", (9, 0), ("hopper", "ampere", "sparse"), 227, 228, 2048),
+        _arch("sm_100", (10, 0), ("ampere", "sparse"), 227, 228, 2048),
+        _arch("sm_120", (12, 0), ("ampere", "sparse"), 99, 100, 1536),
     )
 }
 DEFAULT_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a")  # what `--arch all` builds

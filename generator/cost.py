@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from generator import hopper_cost
 from generator.arch import GPUS, Arch, Gpu
-from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, block_bytes, ceil_div
+from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, ceil_div
 from generator.schedule import Schedule, make_schedule
 from generator.variant import Variant
 
@@ -142,9 +142,8 @@ def _memory_us(
     ):  # groups of row tiles come back to weights that L2 no longer holds
         weights *= passes
     memory = (weights + activations) / gpu.bandwidth
-    stage = v.m_tile * v.k_sm * 2 + v.n_sm // BLOCK_COLUMNS * v.k_sm // BLOCK_DEPTH * block_bytes(
-        v.group_size, v.zeros
-    )
+    blocks = v.n_sm // BLOCK_COLUMNS * v.k_sm // BLOCK_DEPTH
+    stage = v.m_tile * v.k_sm * 2 + blocks * v.block_bytes
     in_flight = v.stages * stage * v.ctas_per_sm
     rate = min(in_flight / (LATENCY_US * 1e-6), L2_BYTES_PER_CLOCK * gpu.clock)
     return max(memory, busiest * stage / rate) * 1e6
@@ -163,6 +162,8 @@ def _step_us(v: Variant, gpu: Gpu) -> float:
         )  # mma.sync on Hopper
         tensor = 2 * 64 * 64 * max(8, v.m_tile) / rate
         dequant = MMA_DEQUANT_CYCLES * dequant_factor
+        if v.sparse:  # half of the codes, half of the products
+            tensor, dequant = tensor / 2, dequant / 2
         cycles = max(tensor, dequant) + MMA_EXPOSED * min(tensor, dequant)
         if v.warps_n * v.warps_k * v.ctas_per_sm < 8:
             cycles *= 1.25  # one warp per scheduler cannot hide latency

@@ -13,16 +13,17 @@ from generator.variant import DECOMPOSITIONS, FAMILIES, Variant
 M_TILES = {
     "ampere": (8, 16, 32, 48, 64, 128),
     "hopper": (8, 16, 24, 32, 48, 64, 96, 128, 192, 256),  # n of wgmma m64nNk16 (prims_hopper.cuh)
+    "sparse": (8, 16, 32, 48, 64, 128),
 }
-K_SMS = {"ampere": (128, 256, 512), "hopper": (128, 256, 512)}
+K_SMS = {"ampere": (128, 256, 512), "hopper": (128, 256, 512), "sparse": (128, 256, 512)}
 N_SMS = (64, 128, 256)
-WARPS_N = {"ampere": (1, 2, 4, 8), "hopper": (1, 2, 4)}
-WARPS_K = {"ampere": (1, 2, 4, 8), "hopper": (1, 2, 4)}
+WARPS_N = {"ampere": (1, 2, 4, 8), "hopper": (1, 2, 4), "sparse": (1, 2, 4, 8)}
+WARPS_K = {"ampere": (1, 2, 4, 8), "hopper": (1, 2, 4), "sparse": (1, 2, 4, 8)}
 MIN_STAGES, MAX_STAGES = 2, 16
 
 # Registers a thread needs beside its accumulators: fragments, scales, addresses. From ptxas on
 # built kernels (nvcc 13.0).
-BASE_REGISTERS = {"ampere": 72, "hopper": 56}
+BASE_REGISTERS = {"ampere": 72, "hopper": 56, "sparse": 72}
 # Registers of a consumer thread after setmaxnreg, by consumer warpgroups (measured H200 2026-11-29:
 # 120 hangs with 4).
 MOVED_REGISTERS = {2: 232, 4: 112}
@@ -38,6 +39,9 @@ def why_not(variant: Variant, arch: Arch) -> str | None:
 
 def why_not_for(variant: Variant, problem: ProblemShape) -> str | None:
     """Why a legal `variant` cannot serve `problem`, or None: only the formats matter."""
+    if variant.sparse != problem.sparse:
+        kinds = {True: "2:4-sparse", False: "dense"}
+        return f"is for {kinds[variant.sparse]} weights; the call has {kinds[problem.sparse]} ones"
     wanted = (problem.dtype, problem.zeros, problem.kernel_group_size)
     if (variant.dtype, variant.zeros, variant.group_size) != wanted:
         return (
@@ -77,7 +81,7 @@ def occupancy(variant: Variant, arch: Arch, registers: int) -> int:
 
 def accumulators(variant: Variant) -> int:
     """fp32 sums a thread holds: m_tile x (columns of its warp or warpgroup) over its threads."""
-    threads = 32 if variant.family == "ampere" else 128
+    threads = 128 if variant.family == "hopper" else 32
     return variant.m_tile * variant.n_sm // variant.warps_n // threads
 
 
@@ -114,11 +118,12 @@ def _decomposition(v: Variant, arch: Arch) -> Iterator[str]:
     allowed = {
         "ampere": ("data_parallel", "striped", "split_k"),
         "hopper": ("data_parallel", "stream_k", "split_k", "hybrid"),
+        "sparse": ("data_parallel", "striped", "split_k"),
     }[v.family]
     if v.decomposition not in allowed:
         yield f"decomposition={v.decomposition} is not one of {', '.join(allowed)} ({v.family})"
     if v.decomposition == "split_k":
-        splits = (2, 4, 8) if v.family == "ampere" else (2, 4)
+        splits = (2, 4) if v.family == "hopper" else (2, 4, 8)
         if v.split not in splits:
             yield f"split={v.split} is not one of {', '.join(map(str, splits))}"
     elif v.split != 1:
@@ -135,10 +140,15 @@ def _multicast(v: Variant) -> Iterator[str]:
 
 
 def _tile(v: Variant, arch: Arch) -> Iterator[str]:
-    if v.family == "ampere":
-        yield from _ampere_tile(v)
-    else:
+    if v.family == "hopper":
         yield from _hopper_tile(v)
+    else:
+        yield from _ampere_tile(v)
+    if v.sparse and (v.zeros or v.group_size == 32):
+        yield (
+            f"zeros={v.zeros}, group_size={v.group_size}: 2:4-sparse weights are symmetric with "
+            "groups of 64, 128 or -1"
+        )
 
 
 def _ampere_tile(v: Variant) -> Iterator[str]:
@@ -150,9 +160,10 @@ def _ampere_tile(v: Variant) -> Iterator[str]:
         )
     if v.warps_n * v.warps_k not in (4, 8):
         yield f"warps_n * warps_k = {v.warps_n * v.warps_k} is not 4 or 8 warps"
-    if v.k_sm // v.warps_k % 64:
+    depth = 128 if v.sparse else 64
+    if v.k_sm // v.warps_k % depth:
         yield (
-            f"k_sm={v.k_sm} over warps_k={v.warps_k} is not a multiple of 64, "
+            f"k_sm={v.k_sm} over warps_k={v.warps_k} is not a multiple of {depth}, "
             "the depth of one 16-byte load"
         )
 

@@ -39,9 +39,16 @@ def block_bytes(group_size: int, zeros: bool) -> int:
     return 4096 + (BLOCK_DEPTH // group_size) * (256 if zeros else 128)
 
 
+def sparse_block_bytes(group_size: int) -> int:
+    """Bytes of one packed block of a 2:4-sparse weight: 2048 of codes, 1024 of places, scales."""
+    return 3072 + block_bytes(group_size, False) - 4096
+
+
 @dataclass(frozen=True)
 class ProblemShape:
-    """C[m, n] = A[m, k] @ W[k, n] with INT4 groups of `group_size` along k; `dtype` is A's type."""
+    """C[m, n] = A[m, k] @ W[k, n] with INT4 groups of `group_size` along k; `dtype` is A's type.
+    sparse: W has 2:4 sparsity along k and the layout for it.
+    """
 
     m: int
     n: int
@@ -49,6 +56,7 @@ class ProblemShape:
     group_size: int = 128
     dtype: str = "f16"
     zeros: bool = False
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         if self.m < 0:
@@ -59,6 +67,8 @@ class ProblemShape:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
         kernel_group_size(self.group_size)
+        if self.sparse and (self.zeros or self.group_size == 32):
+            raise ValueError("sparse needs zeros=False and group_size 64, multiples of 128, or -1")
         if self.group_size > 0 and self.k % self.group_size:
             raise ValueError(f"k={self.k} is not a multiple of group_size={self.group_size}")
 
@@ -77,4 +87,6 @@ class ProblemShape:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weight that one pass over it reads."""
-        return self.n_blocks * self.k_blocks * block_bytes(self.kernel_group_size, self.zeros)
+        group = self.kernel_group_size
+        block = sparse_block_bytes(group) if self.sparse else block_bytes(group, self.zeros)
+        return self.n_blocks * self.k_blocks * block

@@ -44,6 +44,9 @@ FAMILY_SOURCE = {
     "ampere": FamilySource(
         "ampere_kernel.cuh", "AmpereConfig", "ampere_gemm", _PARAMS, "params", "Config::kCtasPerSm"
     ),
+    "sparse": FamilySource(
+        "sparse_kernel.cuh", "SparseConfig", "sparse_gemm", _PARAMS, "params", "Config::kCtasPerSm"
+    ),
     "hopper": FamilySource(
         "hopper_kernel.cuh",
         "HopperConfig",

@@ -180,7 +180,7 @@ def model_rows(
         for k_range, k in _cells(K_STEPS, BEYOND["k"], 1):
             choice = None
             for n_range, n in _cells(N_STEPS, BEYOND["n"], 1):
-                problem = ProblemShape(m, n, k, fmt[2], fmt[0], fmt[1])
+                problem = ProblemShape(m, n, k, fmt[2], fmt[0], fmt[1], variants[0].sparse)
                 choice = _cheapest(problem, variants, gpu, choice)
                 columns.append((m_range, n_range, k_range, choice.geometry().name))
     rows = [DispatchRow(m, n, k, g, MODEL, sms=sms) for m, n, k, g in columns]
@@ -219,14 +219,16 @@ def _merge(rows: list[DispatchRow], axis: str) -> list[DispatchRow]:
 # ---- both ----------------------------------------------------------------------------------------
 
 
-def build_table(arch: Arch, variants: Iterable[Variant], folder: Path = TUNING) -> DispatchTable:
-    """The table over `variants`: measurements first, then the model for named devices, then for any
-    device.
+def build_table(
+    arch: Arch, variants: Iterable[Variant], folder: Path = TUNING, sparse: bool = False
+) -> DispatchTable:
+    """The table over those `variants` that are for dense (sparse) weights: measurements first, then
+    the model for named devices, then for any device.
 
     Formats with the same set of geometries share rows; formats with fewer geometries have their own
     rows behind, which the others never reach.
     """
-    ordered = list(variants)
+    ordered = [v for v in variants if v.sparse == sparse]
     names = frozenset(v.name for v in ordered)
     classes = _format_classes(ordered)
     rows = measured_rows(read_measurements(arch, folder), names)

@@ -60,6 +60,7 @@ HOPPER = (
     Row("m8_n64k256_w1x4_p8_split2_c1", SYM128, "few columns: four k groups in each CTA of two"),
     Row("m8_n64k256_w1x4_p8_split4_c1", SYM128, "fewer columns: four CTAs split K"),
     Row("m8_n64k256_w1x4_p8_dp_c1", SYM128, "one 64-wide tile a SM"),
+    Row("m8_n128k512_w2x2_p4_dp_c1", SYM128, "as above with longer copies"),
     # batch 9..16
     Row("m16_n256k256_w4x1_p4_dp_c1", SYM128, "wide N, tiles just under one a SM"),
     Row("m16_n256k256_w4x1_p4_hybrid_c1", ALL, "wide N, every format", TILE_LOOP_SPILL),
@@ -69,10 +70,13 @@ HOPPER = (
     Row("m16_n64k256_w1x4_p8_split2_c1", ALL, "few columns, every format"),
     Row("m16_n64k256_w1x4_p8_split4_c1", SYM128, "fewer columns: four CTAs split K"),
     Row("m16_n64k256_w1x4_p8_dp_c1", SYM128, "one 64-wide tile a SM"),
+    Row("m16_n128k512_w2x2_p4_dp_c1", SYM128, "two k groups, longer copies"),
+    Row("m16_n256k512_w4x1_p2_hybrid_c1", SYM128, "wide N, longer copies", TILE_LOOP_SPILL),
     # batch 17..32
     Row("m32_n256k256_w4x1_p4_dp_c1", SYM128, "wide N, tiles just under one a SM"),
     Row("m32_n256k256_w4x1_p4_hybrid_c1", SYM128, "wide N: equal columns", TILE_LOOP_SPILL),
     Row("m32_n256k256_w4x1_p3_hybrid_c1", REST, "wide N, the other formats", TILE_LOOP_SPILL),
+    Row("m32_n128k256_w2x2_p6_dp_c1", SYM128, "two k groups, tiles just under a wave"),
     Row("m32_n128k256_w2x2_p6_split2_c1", SYM128, "medium N: a cluster splits K"),
     Row("m32_n64k256_w1x4_p8_split2_c1", SYM128, "few columns: a cluster splits K"),
     Row("m32_n64k256_w1x4_p8_dp_c1", SYM128, "one 64-wide tile a SM"),
@@ -144,6 +148,28 @@ AMPERE_LARGE = (
     Row("m128_n256k128_w8x1_p4_striped_c1", SYM128, "batch 65 and more, wide N"),
 )
 
+# ---- sparse: the ampere kernel over 2:4-sparse weights, every architecture -----------------------
+SPARSE_ALL: tuple[Format, ...] = tuple(itertools.product(DTYPES, (False,), (64, 128, -1)))
+SPARSE = (
+    Row("m8_n256k128_w4x1_p3_striped_c2", SYM128, "batch 1-8, two CTAs of four warps"),
+    Row("m16_n256k128_w4x1_p4_striped_c1", SPARSE_ALL, "batch 1-16, every format"),
+    Row("m16_n128k256_w2x2_p4_dp_c1", SYM128, "batch 1-16, whole tiles"),
+    Row("m32_n256k128_w4x1_p4_striped_c1", SYM128, "batch 17-32"),
+    Row("m64_n256k128_w4x1_p3_striped_c1", SPARSE_ALL, "batch 33-64, every format"),
+    Row("m128_n128k128_w4x1_p2_striped_c1", SPARSE_ALL, "batch 65 and more", TILE_LOOP_SPILL),
+)
+SPARSE_LARGE = (
+    Row("m8_n128k512_w2x4_p3_striped_c2", SYM128, "batch 1-8, two CTAs of eight warps"),
+    Row("m8_n128k256_w2x2_p4_striped_c3", SYM128, "batch 1-8, three CTAs of four warps"),
+    Row("m16_n128k256_w2x2_p3_striped_c3", SPARSE_ALL, "batch 1-16, every format"),
+    Row("m16_n128k512_w2x4_p4_dp_c1", SYM128, "batch 1-16, whole tiles"),
+    Row("m16_n256k256_w4x2_p3_striped_c2", SYM128, "batch 9-16, wide N"),
+    Row("m32_n256k128_w4x1_p4_striped_c2", SYM128, "batch 17-32"),
+    Row("m64_n256k128_w4x1_p3_striped_c2", SPARSE_ALL, "batch 33-64, every format"),
+    Row("m128_n128k128_w4x1_p2_striped_c2", SPARSE_ALL, "batch 65 and more", TILE_LOOP_SPILL),
+    Row("m128_n256k128_w8x1_p4_striped_c1", SYM128, "65 and more, wide N", TILE_LOOP_SPILL),
+)
+
 LARGE_SHARED_BYTES = 200 * 1024
 
 
@@ -151,7 +177,8 @@ def declared_rows(arch: Arch, family: str) -> tuple[Row, ...]:
     """The rows of `family` for `arch`."""
     if family == "hopper":
         return HOPPER
-    return AMPERE_LARGE if arch.shared_per_block > LARGE_SHARED_BYTES else AMPERE
+    small, large = (SPARSE, SPARSE_LARGE) if family == "sparse" else (AMPERE, AMPERE_LARGE)
+    return large if arch.shared_per_block > LARGE_SHARED_BYTES else small
 
 
 def default_families(arch: Arch) -> tuple[str, ...]:
@@ -193,6 +220,7 @@ def full_space(arch: Arch, families: tuple[str, ...] | None = None) -> Iterator[
 
 # decomposition, split, multicast
 DECOMPOSITIONS = {
+    "sparse": (("data_parallel", 1, 1), ("striped", 1, 1), ("split_k", 2, 1), ("split_k", 4, 1)),
     "ampere": (("data_parallel", 1, 1), ("striped", 1, 1), ("split_k", 2, 1), ("split_k", 4, 1)),
     "hopper": (
         ("data_parallel", 1, 1),

@@ -9,9 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
-from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, block_bytes, ceil_div, round_up
+from generator.problem import (
+    BLOCK_COLUMNS,
+    BLOCK_DEPTH,
+    block_bytes,
+    ceil_div,
+    round_up,
+    sparse_block_bytes,
+)
 
-FAMILIES = ("ampere", "hopper")
+FAMILIES = ("ampere", "hopper", "sparse")  # sparse: the ampere kernel over 2:4-sparse weights
 DECOMPOSITIONS = {
     "data_parallel": "dp",
     "striped": "striped",
@@ -79,7 +86,7 @@ class Geometry:
     m_tile: int  # activation rows per tile
     n_sm: int  # weight columns per tile
     k_sm: int  # depth per pipeline stage
-    warps_n: int  # ampere: warps; hopper: consumer warpgroups
+    warps_n: int  # ampere, sparse: warps; hopper: consumer warpgroups
     warps_k: int
     stages: int
     decomposition: str
@@ -163,9 +170,21 @@ class Variant:
 
     @property
     def threads(self) -> int:
-        if self.family == "ampere":
+        if self.family != "hopper":
             return 32 * self.warps_n * self.warps_k
         return 128 * self.warps_n * self.warps_k + (128 if self.moves_registers else 64)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether its weights are 2:4-sparse and packed as such."""
+        return self.family == "sparse"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a packed block of its weights."""
+        if self.sparse:
+            return sparse_block_bytes(self.group_size)
+        return block_bytes(self.group_size, self.zeros)
 
     @property
     def blocks_per_stage(self) -> int:
@@ -177,7 +196,7 @@ class Variant:
     @property
     def stage_bytes(self) -> int:
         activations = self.m_tile * self.k_sm * 2
-        weights = self.blocks_per_stage * block_bytes(self.group_size, self.zeros)
+        weights = self.blocks_per_stage * self.block_bytes
         if self.family == "hopper":
             return activations + round_up(weights, HOPPER_ALIGNMENT)
         return activations + weights
@@ -185,7 +204,7 @@ class Variant:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, bytes."""
-        if self.family == "ampere":
+        if self.family != "hopper":
             return self.stages * self.stage_bytes
         return (
             self.stages * self.stage_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import json
 import os
 import re
@@ -20,10 +21,11 @@ from .errors import TableError, UnsupportedArchError
 from .layout import BLOCK_COLUMNS, BLOCK_DEPTH, LAYOUT_VERSION, ceil_div, stored_group_size
 
 MANIFEST_FORMAT = 1
-FAMILIES = ("ampere", "hopper")
+FAMILIES = ("ampere", "hopper", "sparse")  # sparse: for 2:4-sparse weights
 DTYPES = ("f16", "bf16")
 DECOMPOSITIONS = ("data_parallel", "striped", "split_k", "stream_k", "hybrid")
 GROUPS = (32, 64, 128, -1)
+FORMATS = 24  # dense: 2 dtypes x zero points x 4 group sizes; sparse: 2 dtypes x 4 group sizes
 OPEN = 2**31 - 1  # upper bound of a range that the manifest leaves open
 RASTER = 8  # row tiles that are neighbours in the order of tiles, as in the launcher
 INVARIANT_ROWS = 64  # batch-invariant calls take the largest row tile up to this
@@ -83,12 +85,17 @@ class Kernel:
     @property
     def format(self) -> int:
         """Index of (dtype, zeros, group_size) in a row's list of kernels."""
-        return format_index(self.dtype, self.zeros, self.group_size)
+        return format_index(self.dtype, self.zeros, self.group_size, self.sparse)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it is for 2:4-sparse weights."""
+        return self.family == "sparse"
 
     @property
     def format_text(self) -> str:
         """The format in words, for messages."""
-        return _format_text(self.dtype, self.zeros, self.group_size)
+        return _format_text(self.dtype, self.zeros, self.group_size, self.sparse)
 
     def fields(self) -> list[int]:
         """The numbers that the launcher takes, in its order."""
@@ -135,10 +142,11 @@ class Row:
         )
         return inside and self.sms in (None, sms)
 
-    def covers(self, dtype: str, zeros: bool, group_size: int) -> bool:
+    def covers(self, dtype: str, zeros: bool, group_size: int, sparse: bool = False) -> bool:
         """Whether the row speaks of this format at all."""
         return (
-            self.dtype in (None, dtype)
+            self.geometry.startswith("w4a16_sparse_") == sparse
+            and self.dtype in (None, dtype)
             and self.zeros in (None, zeros)
             and self.group_size in (None, group_size)
         )
@@ -173,10 +181,18 @@ class Table:
         return next((i for i, kernel in enumerate(self.kernels) if kernel.name == name), -1)
 
     def select(
-        self, m: int, n: int, k: int, group_size: int, dtype: str, zeros: bool, sms: int
+        self,
+        m: int,
+        n: int,
+        k: int,
+        group_size: int,
+        dtype: str,
+        zeros: bool,
+        sms: int,
+        sparse: bool = False,
     ) -> tuple[Kernel, Row]:
         """The kernel of the first row that matches and whose kernel exists; LookupError if none."""
-        wanted = format_index(dtype, zeros, stored_group_size(group_size))
+        wanted = format_index(dtype, zeros, stored_group_size(group_size), sparse)
         for row in self.rows:
             if row.kernels[wanted] >= 0 and row.matches(m, n, k, sms):
                 return self.kernels[row.kernels[wanted]], row
@@ -190,7 +206,7 @@ class Table:
         the one with the largest row tile up to 64 is taken. Other kernels cut k by the number of
         row tiles: where a format has only those, the launcher gives them one row tile at a time.
         """
-        chosen = [-1] * (2 * 2 * len(GROUPS))
+        chosen = [-1] * FORMATS
         for index, kernel in enumerate(self.kernels[: len(self.kernels) - self.on_demand]):
             best = chosen[kernel.format]
             if best < 0 or _invariant_rank(kernel) > _invariant_rank(self.kernels[best]):
@@ -209,7 +225,9 @@ class Table:
         more = [kernel for kernel in kernels if self.index(kernel.name) < 0]
         return replace(self, kernels=(*self.kernels, *more), on_demand=self.on_demand + len(more))
 
-    def find(self, name: str, dtype: str, zeros: bool, group_size: int) -> int:
+    def find(
+        self, name: str, dtype: str, zeros: bool, group_size: int, sparse: bool = False
+    ) -> int:
         """Index of the kernel that a forced name or geometry means for this format.
 
         Raises ValueError with the reason if there is none; never another kernel.
@@ -223,16 +241,17 @@ class Table:
                 f"python build.py --arch {self.arch} --only {wanted}"
             )
         kernel = self.kernels[index]
-        if kernel.format != format_index(dtype, zeros, group):
+        if kernel.format != format_index(dtype, zeros, group, sparse):
             raise ValueError(
                 f"kernel={name!r} serves {kernel.format_text}: "
-                f"this call has {_format_text(dtype, zeros, group)}"
+                f"this call has {_format_text(dtype, zeros, group, sparse)}"
             )
         return index
 
 
-def _format_text(dtype: str, zeros: bool, group_size: int) -> str:
-    return f"{dtype}, {'zero points' if zeros else 'symmetric'}, group_size={group_size}"
+def _format_text(dtype: str, zeros: bool, group_size: int, sparse: bool = False) -> str:
+    kind = "2:4 sparse" if sparse else "zero points" if zeros else "symmetric"
+    return f"{dtype}, {kind}, group_size={group_size}"
 
 
 def _nearest(name: str, table: Table) -> str:
@@ -253,8 +272,11 @@ def _invariant_rank(kernel: Kernel) -> tuple:
     return (is_invariant(kernel), kernel.family == "hopper", whole, rows)
 
 
-def format_index(dtype: str, zeros: bool, group_size: int) -> int:
-    """Place of a format in the launcher's lists: 2 dtypes x zero points x 4 group sizes."""
+def format_index(dtype: str, zeros: bool, group_size: int, sparse: bool = False) -> int:
+    """Place of a format in the launcher's lists: 2 dtypes x zero points x 4 group sizes, then 2:4
+    sparsity with 2 dtypes x 4 group sizes."""
+    if sparse:
+        return 16 + DTYPES.index(dtype) * 4 + GROUPS.index(group_size)
     return DTYPES.index(dtype) * 8 + (4 if zeros else 0) + GROUPS.index(group_size)
 
 
@@ -471,13 +493,12 @@ def _row(entry: dict[str, Any], names: dict[str, int]) -> Row:
         source=str(entry.get("source", "")),
         kernels=(),
     )
-    kernels = [-1] * (2 * 2 * len(GROUPS))
-    for dtype in DTYPES:
-        for zeros in (False, True):
-            for group in GROUPS:
-                if row.covers(dtype, zeros, group):
-                    name = with_format(row.geometry, dtype, zeros, group)
-                    kernels[format_index(dtype, zeros, group)] = names.get(name, -1)
+    kernels = [-1] * FORMATS
+    kinds = ((False, False), (True, False), (False, True))  # zeros, sparse
+    for dtype, (zeros, sparse), group in itertools.product(DTYPES, kinds, GROUPS):
+        if row.covers(dtype, zeros, group, sparse):
+            name = with_format(row.geometry, dtype, zeros, group)
+            kernels[format_index(dtype, zeros, group, sparse)] = names.get(name, -1)
     return Row(**{**vars(row), "kernels": tuple(kernels)})
 
 

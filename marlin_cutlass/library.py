@@ -100,9 +100,10 @@ class Launcher:
         zeros: bool,
         sms: int,
         variant: int = ops.AUTO,
+        sparse: bool = False,
     ) -> int:
         """Index of the kernel for shape (m, n, k, stored group size); RuntimeError if none."""
-        values = [*shape, dispatch.DTYPES.index(dtype), int(zeros)]
+        values = [*shape, dispatch.DTYPES.index(dtype), int(zeros), int(sparse)]
         numbers = (ctypes.c_int64 * len(values))(*values)
         return self._check(self._lib.mc_select(*capability, numbers, sms, ctypes.c_int64(variant)))
 
@@ -142,8 +143,8 @@ def source_folder() -> Path:
 
 
 def include_folders() -> list[Path]:
-    """Folders with headers; params.h is shared with the kernels, or a copy of it is in the
-    package."""
+    """Folders with headers; params.h and sparse_layout.h are shared with the kernels, or copies of
+    them are in the package."""
     shared = PACKAGE.parent / "templates" / "include"
     return [source_folder(), *([shared] if shared.is_dir() else [])]
 
@@ -152,7 +153,8 @@ def source_hash(defines: Sequence[str] = ()) -> str:
     """Identifies everything that decides what the library does."""
     digest = hashlib.sha256("\0".join((*FLAGS, *defines, platform.machine())).encode())
     files = [*source_folder().glob("*.cpp"), *source_folder().glob("*.h")]
-    files += [folder / "marlin_cutlass" / "params.h" for folder in include_folders()]
+    shared = ("params.h", "sparse_layout.h")
+    files += [folder / "marlin_cutlass" / name for folder in include_folders() for name in shared]
     for path in sorted(files):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -351,7 +353,8 @@ def forced_kernel(name: str, batch_invariant: bool, a: Tensor, w: PackedWeight) 
     if a.dtype not in KEYS_DTYPE:
         return ops.AUTO  # the operator refuses the dtype with its own message
     capability = torch.cuda.get_device_capability(a.device)
-    index = forced_index(name, capability, KEYS_DTYPE[a.dtype], w.has_zeros, w.group_size)
+    form = (KEYS_DTYPE[a.dtype], w.has_zeros, w.group_size)
+    index = forced_index(name, capability, *form, w.sparse)
     if batch_invariant and not dispatch.is_invariant(
         table_for_capability(*capability).kernels[index]
     ):
@@ -361,7 +364,12 @@ def forced_kernel(name: str, batch_invariant: bool, a: Tensor, w: PackedWeight) 
 
 @functools.lru_cache(maxsize=4096)
 def forced_index(
-    name: str, capability: tuple[int, int], dtype: str, zeros: bool, group_size: int
+    name: str,
+    capability: tuple[int, int],
+    dtype: str,
+    zeros: bool,
+    group_size: int,
+    sparse: bool = False,
 ) -> int:
     """Index of a kernel by name or geometry in the table of a capability.
 
@@ -375,7 +383,7 @@ def forced_index(
         kernel = jit.complete(name, table_for_capability(*capability), form)
         if kernel is not None:
             add_kernels([kernel], capability)
-        return table_for_capability(*capability).find(name, *form)
+        return table_for_capability(*capability).find(name, *form, sparse)
 
 
 def main(arguments: Sequence[str]) -> int:

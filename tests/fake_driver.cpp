@@ -105,14 +105,36 @@ float weight(const GemmParams& p, const Format& f, int k, int n) {
   return f.load(f.store((code - zero) * f.load(f.store(scale))));
 }
 
+// The 2:4-sparse layout: 2048 bytes of codes, 1024 of places, scales.
+float sparse_weight(const GemmParams& p, const Format& f, int k, int n) {
+  const int bytes = 3072 + marlin_cutlass::block_bytes(f.group, false) - 4096;
+  const uint8_t* block = p.weight + (int64_t{n / 64} * p.k_blocks + k / 128) * bytes;
+  const int column = n % 16, row = 2 * (column / 4) + column % 2 + 8 * (column % 4 / 2), atom = n % 64 / 16;
+  const int chunk = k % 128 / 4;
+  uint32_t word;
+  std::memcpy(&word, block + 2048 + atom / 2 * 512 + (row % 8 * 4 + atom % 2 * 2 + chunk % 8 / 4) * 16 + chunk / 8 * 4, 4);
+  const uint32_t places = word >> (row / 8 * 16 + chunk % 4 * 4) & 15;
+  const int first = places & 3, second = places >> 2, place = k % 4;
+  if (place != first && place != second) return 0.f;
+  const int kept = 2 * chunk + (place == second), deep = kept % 16, pair = row / 8 + 2 * (deep / 8);
+  std::memcpy(&word, block + atom * 512 + (row % 8 * 4 + deep % 8 / 2) * 16 + kept / 16 * 4, 4);
+  const int bit = 2 + 4 * pair + 16 * (deep % 2);
+  const int code = (word >> bit | word << ((32 - bit) & 31)) & 15;
+  const int group = f.group < 0 ? 0 : k % 128 / f.group;
+  const uint8_t* entry = block + 3072 + (group * 4 + atom) * 32 + row % 8 * 4 + row / 8 * 2;
+  const float scale = f.group < 0 ? 0x1p-7f : half_to_float(read16(entry)) * (row < 8 ? 0x1p-22f : 0x1p-18f);
+  return f.load(f.store((code - 8) * f.load(f.store(scale))));
+}
+
 void multiply(const std::string& name, const GemmParams& p, const Map* map) {
   const Format f = parse(name);
+  const bool sparse = name.rfind("w4a16_sparse_", 0) == 0;
   const auto* a = static_cast<const uint16_t*>(map ? reinterpret_cast<const void*>(map->base) : p.a);
   const int64_t lda = map ? map->stride / 2 : p.lda;
   auto* c = static_cast<uint16_t*>(p.c);
   std::vector<float> w(p.k);
   for (int n = 0; n < p.n; ++n) {
-    for (int k = 0; k < p.k; ++k) w[k] = weight(p, f, k, n);
+    for (int k = 0; k < p.k; ++k) w[k] = sparse ? sparse_weight(p, f, k, n) : weight(p, f, k, n);
     for (int m = 0; m < p.m; ++m) {
       double sum = 0;
       for (int k = 0; k < p.k; ++k)

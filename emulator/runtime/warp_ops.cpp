@@ -60,6 +60,37 @@ template <bool kBf16> void run_mma(Warp& warp) {
   }
 }
 
+// Sparse: in[0] kept values, in[1] two dense operands, in[2] metadata.
+template <bool kBf16, int kSelector> void run_mma_sparse(Warp& warp) {
+  ++machine.statistics[kStatMma];
+  float a[16][32] = {}, b[32][8], d[16][8];
+  for (int l = 0; l < kWarpSize; ++l) {
+    const Operands& o = warp.lane[l].operands;
+    const int r = l / 4, t = l % 4;
+    const auto* ra = static_cast<const uint32_t*>(o.in[0]);
+    const auto* rb = static_cast<const uint32_t*>(o.in[1]);
+    const auto* rd = static_cast<const float*>(o.out);
+    for (int i = 0; i < 4; ++i) {  // two kept values of the four at depth 4t + 16 (i / 2)
+      const int row = r + 8 * (i & 1), half = i >> 1;
+      const Operands& holder = warp.lane[4 * r + 2 * kSelector + half].operands;
+      const uint32_t places = *static_cast<const uint32_t*>(holder.in[2]) >> (16 * (i & 1) + 4 * t) & 15;
+      const int first = places & 3, second = places >> 2;
+      if (first >= second) fail("instruction", "metadata 0x%x of row %d, depth %d: two places in rising order are needed", places, row, 16 * half + 4 * t);
+      float* four = &a[row][16 * half + 4 * t];
+      unpack_pair<kBf16>(ra[i], &four[first], &four[second]);
+    }
+    for (int i = 0; i < 4; ++i) unpack_pair<kBf16>(rb[i], &b[2 * t + 8 * i][r], &b[2 * t + 8 * i + 1][r]);
+    for (int i = 0; i < 4; ++i) d[r + 8 * (i >> 1)][2 * t + (i & 1)] = rd[i];
+  }
+  for (int m = 0; m < 16; ++m)
+    for (int k = 0; k < 32; ++k)
+      for (int n = 0; n < 8; ++n) d[m][n] += a[m][k] * b[k][n];
+  for (int l = 0; l < kWarpSize; ++l) {
+    auto* rd = static_cast<float*>(warp.lane[l].operands.out);
+    for (int i = 0; i < 4; ++i) rd[i] = d[l / 4 + 8 * (i >> 1)][2 * (l % 4) + (i & 1)];
+  }
+}
+
 void run_movmatrix(Warp& warp) {
   uint16_t matrix[8][8];
   for (const Lane& lane : warp.lane)
@@ -171,6 +202,15 @@ void emu_mma_m16n8k16(bool bf16, float* d, const uint32_t* a, const uint32_t* b)
   Operands& o = current().operands;
   o.out = d, o.in[0] = a, o.in[1] = b;
   converge(bf16 ? run_mma<true> : run_mma<false>);
+}
+
+void emu_mma_sparse_m16n8k32(bool bf16, int selector, float* d, const uint32_t* a, const uint32_t* b, const uint32_t* metadata) {
+  EMU_ENTER("mma_sparse_m16n8k32", 0, 0);
+  Operands& o = current().operands;
+  o.out = d, o.in[0] = a, o.in[1] = b, o.in[2] = metadata;
+  // The selector is part of the instruction: lanes with different ones must not meet.
+  void (*const run[2][2])(Warp&) = {{run_mma_sparse<false, 0>, run_mma_sparse<true, 0>}, {run_mma_sparse<false, 1>, run_mma_sparse<true, 1>}};
+  converge(run[selector][bf16]);
 }
 
 uint32_t emu_movmatrix_trans(uint32_t x) {

@@ -104,7 +104,8 @@ MC_EXPORT int mc_table_commit() {
 MC_EXPORT int mc_select(int major, int minor, const int64_t* shape, int sms, int64_t variant) {
   return guarded(-1, [&] {
     const auto table = table_for(major, minor);
-    const Choice choice{shape[0], shape[1], shape[2], static_cast<int>(shape[3]), static_cast<int>(shape[4]), sms, shape[5] != 0, variant};
+    const Choice choice{shape[0], shape[1], shape[2], static_cast<int>(shape[3]), static_cast<int>(shape[4]), sms, shape[5] != 0, shape[6] != 0,
+                        variant};
     return select(*table, choice);
   });
 }
@@ -121,7 +122,7 @@ MC_EXPORT int mc_schedule(const int32_t* fields, int64_t m, int64_t n, int64_t k
 }
 
 // Launches one multiply from addresses, unchecked: pointers a, packed, col_scale, bias, c, stream; numbers lda, ldc, m, n, k, group_size,
-// dtype, zeros, device, variant. For tests and for tools that own their memory.
+// dtype, kind (1 zero points, 2 sparse), device, variant. For tests and for tools that own their memory.
 MC_EXPORT int mc_launch(void* const* pointers, const int64_t* numbers) {
   return guarded(-1, [&] {
     Call call{};
@@ -134,7 +135,7 @@ MC_EXPORT int mc_launch(void* const* pointers, const int64_t* numbers) {
     call.lda = numbers[0], call.ldc = numbers[1];
     call.m = numbers[2], call.n = numbers[3], call.k = numbers[4];
     call.group_size = static_cast<int32_t>(numbers[5]), call.dtype = static_cast<int32_t>(numbers[6]);
-    call.zeros = static_cast<int32_t>(numbers[7]), call.device = static_cast<int32_t>(numbers[8]);
+    call.zeros = numbers[7] == 1, call.sparse = numbers[7] == 2, call.device = static_cast<int32_t>(numbers[8]);
     call.variant = numbers[9];
     launch(plan(call), call);
     return 0;

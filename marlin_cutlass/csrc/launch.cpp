@@ -84,7 +84,7 @@ driver::Function kernel(const Variant& v, int device) {
 
 struct Key {
   int64_t m, n, k, variant;
-  int32_t group_size, dtype, zeros, device;
+  int32_t group_size, dtype, kind, device;  // kind: 1 zero points, 2 sparse
 
   bool operator==(const Key& o) const { return std::memcmp(this, &o, sizeof(Key)) == 0; }
 };
@@ -139,7 +139,7 @@ int64_t resident_ctas(const Plan& p, int sms) {
 Plan make_plan(const Call& call) {
   const DeviceState& device = device_state(call.device);
   const std::shared_ptr<const Table> table = table_for(device.major, device.minor);
-  const Choice choice{call.m, call.n, call.k, call.group_size, call.dtype, device.sms, call.zeros != 0, call.variant};
+  const Choice choice{call.m, call.n, call.k, call.group_size, call.dtype, device.sms, call.zeros != 0, call.sparse != 0, call.variant};
   Plan p;
   p.variant = table->variants[select(*table, choice)].get();
   p.context = device.context;
@@ -250,7 +250,7 @@ const Plan& plan(const Call& call) {
     cache.plans.clear();
     cache.generation = now;
   }
-  const Key key{call.m, call.n, call.k, call.variant, call.group_size, call.dtype, call.zeros, call.device};
+  const Key key{call.m, call.n, call.k, call.variant, call.group_size, call.dtype, call.zeros + 2 * call.sparse, call.device};
   const auto found = cache.plans.find(key);
   if (found != cache.plans.end()) return found->second;
   return cache.plans.emplace(key, make_plan(call)).first->second;

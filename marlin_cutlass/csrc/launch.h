@@ -19,6 +19,7 @@ struct Call {
   int32_t group_size;  // as stored: 32, 64, 128 or -1
   int32_t dtype;       // Dtype
   int32_t zeros;
+  int32_t sparse;      // 2:4-sparse weight
   int32_t device;
   int64_t variant;  // index, kAuto or kBatchInvariant
   driver::Stream stream;

@@ -12,6 +12,7 @@
 
 #include "error.h"
 #include "launch.h"
+#include "marlin_cutlass/sparse_layout.h"
 
 namespace marlin_cutlass {
 namespace {
@@ -106,6 +107,7 @@ bool is_activation(int32_t dtype) { return dtype == codes().half || dtype == cod
 struct Form {
   int64_t n, k, group_size;
   bool zeros;
+  bool sparse = false;  // 2:4-sparse: known by the size of the packed weight, which no dense one of this form has
 };
 
 std::string describe(const Form& f) { return concat("K=", f.k, ", N=", f.n, ", group_size=", f.group_size); }
@@ -145,9 +147,17 @@ void check_activations(const Operand& a, const Form& f) {
     invalid("a has shape ", shape_text(a), ": the last dimension must be K=", f.k, " (", describe(f), ")");
 }
 
+// Whether a weight of `bytes` bytes is packed for 2:4 sparsity.
+bool is_sparse(int64_t bytes, const Form& f) {
+  const int group = stored_group_size(f);
+  const int64_t blocks = ceil_div(f.n, kBlockColumns) * ceil_div(f.k, kBlockDepth) + kSlackBlocks;
+  return !f.zeros && is_sparse_group(group) && bytes == blocks * sparse_block_bytes(group);
+}
+
 void check_weight(const Operand& packed, const Operand& scale, const Form& f, const Operand& a) {
   const int64_t n_blocks = ceil_div(f.n, kBlockColumns), blocks = n_blocks * ceil_div(f.k, kBlockDepth) + kSlackBlocks;
-  check_part("packed", packed, codes().uint8, blocks * block_bytes(stored_group_size(f), f.zeros), f, a);
+  const int64_t width = f.sparse ? sparse_block_bytes(stored_group_size(f)) : block_bytes(stored_group_size(f), f.zeros);
+  check_part("packed", packed, codes().uint8, blocks * width, f, a);
   if (reinterpret_cast<uintptr_t>(packed.data) % 16) invalid("packed is not aligned to 16 bytes: use packed.clone()");
   check_part("col_scale", scale, codes().float32, n_blocks * kBlockColumns, f, a);
 }
@@ -278,8 +288,9 @@ struct Arguments {
   int64_t variant;
 };
 
-void check_operands(const Arguments& x, const Operand& a, const Operand& packed, const Operand& scale) {
+void check_operands(Arguments& x, const Operand& a, const Operand& packed, const Operand& scale) {
   check_form(x.form);
+  x.form.sparse = packed.dim == 1 && is_sparse(packed.sizes[0], x.form);
   check_activations(a, x.form);
   check_weight(packed, scale, x.form, a);
   if (x.perm) check_part("perm", Operand(*x.perm), codes().int32, x.form.k, x.form, a);
@@ -311,6 +322,7 @@ void multiply(const Arguments& x, const Operand& a, const Operand& packed, const
   call.group_size = stored_group_size(x.form);
   call.dtype = a.dtype == codes().half ? 0 : 1;
   call.zeros = x.form.zeros;
+  call.sparse = x.form.sparse;
   call.device = a.device;
   call.variant = x.variant;
   const Plan& chosen = plan(call);
@@ -325,7 +337,7 @@ void multiply(const Arguments& x, const Operand& a, const Operand& packed, const
 
 Tensor gemm(const Tensor& a, const Tensor& packed, const Tensor& col_scale, const std::optional<Tensor>& bias,
             const std::optional<Tensor>& perm, int64_t n, int64_t k, int64_t group_size, bool has_zeros, int64_t variant) {
-  const Arguments x{a, packed, col_scale, bias, perm, {n, k, group_size, has_zeros}, variant};
+  Arguments x{a, packed, col_scale, bias, perm, {n, k, group_size, has_zeros}, variant};
   const Operand view(a), weight(packed), scale(col_scale);
   check_operands(x, view, weight, scale);
   const int64_t rows = view.row_count();
@@ -337,7 +349,7 @@ Tensor gemm(const Tensor& a, const Tensor& packed, const Tensor& col_scale, cons
 void gemm_out(const Tensor& a, const Tensor& packed, const Tensor& col_scale, const std::optional<Tensor>& bias,
               const std::optional<Tensor>& perm, int64_t n, int64_t k, int64_t group_size, bool has_zeros, const Tensor& out,
               int64_t variant) {
-  const Arguments x{a, packed, col_scale, bias, perm, {n, k, group_size, has_zeros}, variant};
+  Arguments x{a, packed, col_scale, bias, perm, {n, k, group_size, has_zeros}, variant};
   const Operand view(a), weight(packed), scale(col_scale), target(out);
   check_operands(x, view, weight, scale);
   const int64_t rows = view.row_count();

@@ -25,9 +25,11 @@ std::atomic<uint64_t> table_generation{1};
 
 const char* const kDtypeNames[] = {"float16", "bfloat16"};
 
+const char* kind_name(bool zeros, bool sparse) { return sparse ? ", 2:4 sparse" : zeros ? ", zero points" : ", symmetric"; }
+
 std::string describe(const Choice& c) {
   return concat("M=", c.m, ", N=", c.n, ", K=", c.k, ", group_size=", c.group_size, ", ", kDtypeNames[c.dtype],
-                c.zeros ? ", zero points" : ", symmetric");
+                kind_name(c.zeros, c.sparse));
 }
 
 int forced(const Table& table, const Choice& c, int format) {
@@ -35,7 +37,7 @@ int forced(const Table& table, const Choice& c, int format) {
     invalid("variant=", c.variant, " is not an index of the ", table.arch, " table (", table.variants.size(), " variants)");
   const Variant& v = *table.variants[c.variant];
   if (v.format() != format)
-    invalid("kernel ", v.name, " is for ", kDtypeNames[v.fields.dtype], v.fields.zeros ? ", zero points" : ", symmetric", ", group_size=",
+    invalid("kernel ", v.name, " is for ", kDtypeNames[v.fields.dtype], kind_name(v.fields.zeros != 0, v.sparse()), ", group_size=",
             v.fields.group_size, ": it cannot serve ", describe(c));
   return static_cast<int>(c.variant);
 }
@@ -43,7 +45,7 @@ int forced(const Table& table, const Choice& c, int format) {
 }  // namespace
 
 int select(const Table& table, const Choice& c) {
-  const int format = format_index(c.dtype, c.zeros, c.group_size);
+  const int format = format_index(c.dtype, c.zeros, c.group_size, c.sparse);
   if (c.variant == kBatchInvariant) {
     const int index = table.batch_invariant[format];
     if (index < 0) invalid("the ", table.arch, " table has no kernel for batch_invariant=True: ", describe(c));

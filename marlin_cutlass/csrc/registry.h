@@ -13,10 +13,11 @@
 namespace marlin_cutlass {
 
 constexpr int kMaxDevices = 64;
-constexpr int kFormats = 16;  // 2 dtypes x zero points x 4 group sizes
+constexpr int kFormats = 24;  // 2 dtypes x zero points x 4 group sizes, then 2:4 sparsity with 2 dtypes x 4 group sizes
 
-inline int format_index(int dtype, bool zeros, int group_size) {
+inline int format_index(int dtype, bool zeros, int group_size, bool sparse) {
   const int group = group_size == 32 ? 0 : group_size == 64 ? 1 : group_size == 128 ? 2 : 3;
+  if (sparse) return 16 + dtype * 4 + group;
   return dtype * 8 + (zeros ? 4 : 0) + group;
 }
 
@@ -25,7 +26,8 @@ struct Variant {
   std::string name, file, sha256;
   mutable std::array<std::atomic<driver::Function>, kMaxDevices> functions{};
 
-  int format() const { return format_index(fields.dtype, fields.zeros != 0, fields.group_size); }
+  int format() const { return format_index(fields.dtype, fields.zeros != 0, fields.group_size, sparse()); }
+  bool sparse() const { return static_cast<Family>(fields.family) == Family::kSparse; }
   bool hopper() const { return static_cast<Family>(fields.family) == Family::kHopper; }
 };
 
@@ -51,7 +53,7 @@ struct Table {
 struct Choice {
   int64_t m, n, k;
   int group_size, dtype, sms;
-  bool zeros;
+  bool zeros, sparse;
   int64_t variant;  // a forced index, kAuto or kBatchInvariant
 };
 constexpr int64_t kAuto = -1, kBatchInvariant = -2;

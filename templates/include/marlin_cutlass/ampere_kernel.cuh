@@ -48,7 +48,7 @@ template <class C> class AmpereEpilogue {
   ColumnFactors factors_[C::kShareAtoms];
 };
 
-template <class C> MC_DEVICE void ampere_gemm(const GemmParams& p) {
+template <class C, class Mainloop = AmpereMainloop<C>> MC_DEVICE void ampere_gemm(const GemmParams& p) {
   const smem_addr_t ring = smem_base(), ring_end = ring + C::kSharedBytes;
   const int warp = warp_index(), lane = lane_index();
   const int warp_n = warp % C::kWarpsN, warp_k = warp / C::kWarpsN;
@@ -58,7 +58,7 @@ template <class C> MC_DEVICE void ampere_gemm(const GemmParams& p) {
   AmpereLoader<C> loader(p, work);
 #pragma unroll 1
   for (int s = 0; s < C::kStages; ++s) loader.issue(ring + s * C::kStageBytes);
-  AmpereMainloop<C> mainloop(warp_n, warp_k, lane);
+  Mainloop mainloop(warp_n, warp_k, lane);
   const AmpereShare<C> share(warp_k);
 
   smem_addr_t slot = ring;

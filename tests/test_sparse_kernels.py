@@ -1,0 +1,203 @@
+"""The sparse family: kernels executed on the CPU, its instructions, and how calls find it."""
+
+from __future__ import annotations
+
+import fake_cuda
+import numpy as np
+import pytest
+import torch
+from emulator_cases import DTYPES, TOLERANCE, unit_rows
+from test_sparse import scales_for, sparse_codes
+
+import marlin_cutlass as mc
+from emulator import gemm
+from emulator.errors import EmulationError
+from generator import legality, rows, space
+from generator.arch import ARCHS
+from generator.problem import ProblemShape
+from generator.variant import Variant
+from marlin_cutlass import dispatch, layout
+from marlin_cutlass.sparse import pack_sparse
+
+SMS = 132
+CONFLICT_KINDS = ("shared_load", "shared_store", "ldmatrix_access", "cp_async_access")
+
+
+def declared() -> list[str]:
+    entries = [e for arch in ARCHS.values() for e in space.default_space(arch, ("sparse",))]
+    return list(dict.fromkeys(e.variant.name for e in entries))
+
+
+def weight(k: int, n: int, group_size: int, seed: int = 0):
+    codes = sparse_codes(k, n, seed)
+    return pack_sparse(codes, scales_for(k, n, group_size), group_size=group_size)
+
+
+# ---- on the emulator -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", declared())
+def test_ragged_shapes(name: str) -> None:
+    """The plain schedule and a random one; no shared memory instruction takes more passes than its
+    bytes need."""
+    variant = Variant.parse(name)
+    k = 392 if variant.group_size == -1 else 384
+    shapes = [(variant.m_tile + 3, variant.n_sm + 72, k), (max(1, variant.m_tile - 5), 50, 128)]
+    for i, (m, n, k) in enumerate(shapes):
+        w = weight(k, n, variant.group_size, i)
+        g = torch.Generator().manual_seed(i)
+        a = torch.randn(m, k, generator=g).to(DTYPES[variant.dtype])
+        bias = torch.randn(n, generator=g).to(a.dtype)
+        result = gemm(a, w, variant, bias, sms=3 + i, seed=7 * i)
+        exact = a.double() @ mc.dequantize(w, a.dtype).double() + bias.double()
+        # dequantize rounds what the kernel multiplies by the column scale, a power of two, exactly;
+        # per-column scales are not powers of two, hence the second rounding in the bound.
+        error = float((result.c.double() - exact).norm() / exact.norm())
+        assert error < 2 * TOLERANCE[variant.dtype]
+        for kind in CONFLICT_KINDS:
+            statistics = result.statistics
+            assert statistics[f"{kind}_waves"] == statistics[f"{kind}_ideal"], kind
+
+
+@pytest.mark.parametrize("name", declared())
+def test_unit_activations_give_the_dequantised_weight_bit_for_bit(name: str) -> None:
+    variant = Variant.parse(name)
+    m, n, k = 9, variant.n_sm + 20, 256
+    w = weight(k, n, variant.group_size, 5)
+    a, depth = unit_rows(m, k, DTYPES[variant.dtype], seed=6)
+    result = gemm(a, w, variant, sms=2, seed=3)
+    assert torch.equal(result.c, mc.dequantize(w, a.dtype)[depth])
+
+
+MORE = [
+    "w4a16_sparse_f16_g64_m16_n128k256_w2x2_p3_split2_c1",
+    "w4a16_sparse_bf16_g128_m32_n64k512_w1x4_p2_split4_c1",
+    "w4a16_sparse_f16_gcol_m48_n256k128_w4x1_p2_dp_c2",
+    "w4a16_sparse_f16_g128_m8_n64k512_w1x4_p2_striped_c1",
+]
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_variants_outside_the_tables(name: str) -> None:
+    variant = Variant.parse(name)
+    assert legality.why_not(variant, ARCHS["sm_90a"]) is None
+    m, n, k = 2 * variant.m_tile + 1, 2 * variant.n_sm + 8, 1152
+    w = weight(k, n, variant.group_size)
+    a = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).to(DTYPES[variant.dtype])
+    exact = a.double() @ mc.dequantize(w, a.dtype).double()
+    for seed in range(2):
+        c = gemm(a, w, variant, sms=5, seed=seed).c.double()
+        assert float((c - exact).norm() / exact.norm()) < 2 * TOLERANCE[variant.dtype]
+
+
+def test_places_out_of_order_are_found() -> None:
+    """The hardware's result is undefined there, so the emulator refuses them."""
+    w = weight(128, 64, 128)
+    w.packed[layout.SPARSE_CODE_BYTES] = 0
+    name = "w4a16_sparse_f16_g128_m16_n128k256_w2x2_p3_striped_c3"
+    with pytest.raises(EmulationError, match="rising order"):
+        gemm(torch.randn(3, 128).half(), w, name)
+
+
+def test_kinds_of_weights_are_not_mixed() -> None:
+    dense = mc.pack(sparse_codes(128, 64), scales_for(128, 64, 128), group_size=128)
+    with pytest.raises(ValueError, match="sparse=False: not for"):
+        gemm(torch.randn(3, 128).half(), dense, Variant.parse(declared()[0]))
+
+
+# ---- generator -----------------------------------------------------------------------------------
+
+
+def test_the_generator_knows_the_blocks() -> None:
+    for group in layout.SPARSE_GROUP_SIZES:
+        shape = ProblemShape(1, 128, 256, group, sparse=True)
+        assert shape.weight_bytes == 4 * layout.sparse_block_bytes(group)
+    with pytest.raises(ValueError, match="zeros=False"):
+        ProblemShape(1, 128, 256, 128, zeros=True, sparse=True)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("w4a16_sparse_f16z_g128_m16_n128k256_w2x2_p3_striped_c1", "symmetric"),
+        ("w4a16_sparse_f16_g32_m16_n128k256_w2x2_p3_striped_c1", "groups of 64"),
+        ("w4a16_sparse_f16_g128_m16_n128k128_w2x2_p3_striped_c1", "not a multiple of 128"),
+    ],
+)
+def test_illegal_variants(name: str, text: str) -> None:
+    assert text in legality.why_not(Variant.parse(name), ARCHS["sm_90a"])
+
+
+def test_tables_of_the_two_kinds_are_apart() -> None:
+    arch = ARCHS["sm_80"]
+    variants = [e.variant for e in space.default_space(arch, arch.families)]
+    dense, sparse = (rows.build_table(arch, variants, sparse=kind) for kind in (False, True))
+    assert not dense.gaps() and not sparse.gaps() and not sparse.unreachable()
+    assert {r.geometry.split("_")[1] for r in dense.rows} == {"ampere"}
+    assert {r.geometry.split("_")[1] for r in sparse.rows} == {"sparse"}
+    assert "2:4-sparse" in legality.why_not_for(
+        Variant.parse(declared()[0]), ProblemShape(1, 64, 128)
+    )
+
+
+# ---- launcher ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(fake, tmp_path):
+    """One dense and one sparse geometry, both for everything."""
+    dense = [fake_cuda.kernel("hopper", **form) for form in fake_cuda.formats()]
+    forms = [f for f in fake_cuda.formats() if not f["zeros"] and f["group_size"] != 32]
+    sparse = [fake_cuda.kernel("sparse", decomposition="striped", **form) for form in forms]
+    found = [fake_cuda.row(dense[0]), fake_cuda.row(sparse[0])]
+    table = dispatch.load_table(fake_cuda.write_table(tmp_path, dense + sparse, found))
+    fake.launcher.add_table(table, 9, 0)
+    return table
+
+
+def host_gemm(a, w, bias=None, variant=-1):
+    form = (a, w.packed, w.col_scale, bias, w.perm, w.n, w.k, w.group_size, w.has_zeros)
+    return torch.ops.marlin_cutlass_host.gemm(*form, variant)
+
+
+@pytest.mark.parametrize("group_size", [64, 128, 256, -1])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_sparse_weight_finds_its_kernel(fake, table, group_size: int, dtype) -> None:
+    w = weight(512, 96, group_size)
+    a = torch.randn(5, 512, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = a.double() @ mc.dequantize(w, dtype).double()
+    error = np.linalg.norm(host_gemm(a, w).double() - exact) / np.linalg.norm(exact)
+    assert error < (2e-3 if dtype == torch.float16 else 1e-2)
+    dense = mc.pack(sparse_codes(512, 96), scales_for(512, 96, group_size), group_size=group_size)
+    assert torch.equal(host_gemm(a, dense), host_gemm(a, w))
+
+
+def test_python_and_the_launcher_choose_alike(fake, table) -> None:
+    for sparse in (False, True):
+        kernel, _ = table.select(3, 96, 512, 128, "f16", False, SMS, sparse)
+        assert kernel.sparse == sparse
+        shape = (3, 96, 512, 128)
+        index = fake.launcher.select((9, 0), shape, "f16", False, SMS, sparse=sparse)
+        assert table.kernels[index] == kernel
+    with pytest.raises(RuntimeError, match="2:4 sparse"):
+        fake.launcher.select((9, 0), (3, 96, 512, 32), "f16", False, SMS, sparse=True)
+    with pytest.raises(LookupError):
+        table.select(3, 96, 512, 32, "f16", False, SMS, True)
+
+
+def test_a_kernel_of_the_other_kind_is_refused(fake, table) -> None:
+    w = weight(512, 96, 128)
+    a = torch.randn(2, 512).half()
+    dense = table.select(2, 96, 512, 128, "f16", False, SMS)[0]
+    with pytest.raises(ValueError, match=r"it cannot serve .*2:4 sparse"):
+        host_gemm(a, w, variant=table.index(dense.name))
+    with pytest.raises(ValueError, match=r"this call has f16, 2:4 sparse"):
+        table.find(dense.name, "f16", False, 128, True)
+    sparse = table.select(2, 96, 512, 128, "f16", False, SMS, True)[0]
+    assert table.find(sparse.geometry, "f16", False, 128, True) == table.index(sparse.name)
+
+
+def test_schedules_agree(fake, table) -> None:
+    kernel, _ = table.select(3, 96, 512, 128, "f16", False, SMS, True)
+    here = dispatch.schedule(kernel, 300, 4096, 4096, SMS)
+    assert fake.launcher.schedule(kernel, 300, 4096, 4096, SMS) == here
