@@ -18,20 +18,22 @@ def vllm_config():
     """A CPU configuration and a one-process gloo group, as an engine would set up."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with set_current_vllm_config(config):
-        init_distributed_environment(
-            world_size=1,
-            rank=0,
-            distributed_init_method=f"tcp://127.0.0.1:{port}",
-            local_rank=0,
-            backend="gloo",
-        )
-        initialize_model_parallel(1)
+        if not model_parallel_is_initialized():  # once for all test files of a process
+            init_distributed_environment(
+                world_size=1,
+                rank=0,
+                distributed_init_method=f"tcp://127.0.0.1:{port}",
+                local_rank=0,
+                backend="gloo",
+            )
+            initialize_model_parallel(1)
         yield config
 
 

@@ -1,8 +1,10 @@
 """vLLM plugin: entry point `vllm.general_plugins`, name `marlin_cutlass`.
 
-`register` adds a *kernel* that serves the INT4 linear layers of checkpoints which vLLM loads itself
-(GPTQ, AWQ, compressed-tensors): with MARLIN_CUTLASS_VLLM=1 it is asked first, else only when no
-other kernel will do.
+`register` adds two things to vLLM. A *kernel* serves the INT4 linear layers of checkpoints which
+vLLM loads itself (GPTQ, AWQ, compressed-tensors): with MARLIN_CUTLASS_VLLM=1 it is asked first,
+else only when no other kernel will do. A *quantization method*, `marlin_cutlass`, loads converted
+folders, and with `--quantization marlin_cutlass` takes over GPTQ (also asymmetric and act-order),
+AWQ and compressed-tensors ones.
 
 vLLM calls `register` in every process, perhaps more than once.
 """
@@ -15,11 +17,12 @@ ENVIRONMENT = "MARLIN_CUTLASS_VLLM"  # "1": before vLLM's kernels; "0": not at a
 
 
 def register() -> None:
-    """Registers the kernel with vLLM; calling it again changes nothing."""
+    """Registers kernel and method with vLLM; calling it again changes nothing."""
     choice = os.environ.get(ENVIRONMENT, "")
     if choice == "0":
         return
     register_kernel(first=choice == "1")
+    register_method()
 
 
 def register_kernel(first: bool, platform: object | None = None) -> type:
@@ -46,3 +49,13 @@ def register_kernel(first: bool, platform: object | None = None) -> type:
     if "cutlass" in backends:
         backends["cutlass"].add(McW4A16LinearKernel)
     return McW4A16LinearKernel
+
+
+def register_method() -> type:
+    """Register the quantization method `marlin_cutlass`; returns its configuration class."""
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from .vllm_method import METHOD, MarlinCutlassConfig
+
+    register_quantization_config(METHOD)(MarlinCutlassConfig)
+    return MarlinCutlassConfig
