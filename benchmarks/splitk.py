@@ -61,6 +61,7 @@ def forced_variants(
         r
         for r in built
         if r["dtype"] == "f16"
+        and r["family"] != "sparse"
         and not r["zeros"]
         and r["group_size"] == group_size
         and r["m_tile"] >= m

@@ -48,9 +48,10 @@ class Explanation:
     source: str = ""  # of the dispatch row: which measurement or model it comes from
     schedule: dispatch.Schedule | None = None
     refused: tuple[tuple[str, str], ...] = field(default=())  # (geometry, reason), in table order
+    sparse: bool = False
 
     def __str__(self) -> str:
-        kind = "zero points" if self.zeros else "symmetric"
+        kind = "2:4 sparse" if self.sparse else "zero points" if self.zeros else "symmetric"
         lines = [
             f"{sizes(self.k, self.n, self.group_size, self.m)}, {self.dtype}, {kind} "
             f"on {self.arch} with {self.sms} SMs",
@@ -75,6 +76,7 @@ def explain(
     arch: str | int | tuple[int, int] | None = None,
     zeros: bool = False,
     *,
+    sparse: bool = False,
     g: int | None = None,
     sms: int | None = None,
     kernel: str | None = None,
@@ -83,9 +85,10 @@ def explain(
     """Which kernel multiplies [m, k] by [k, n], and why; needs no GPU where `arch` is given.
 
     dtype: "f16" or "bf16" (or a torch dtype). arch: 86, "sm_86", "90a" or a capability (8, 6); None
-    is the current GPU. sms: number of SMs, default the GPU's or a typical one. g: short for
-    group_size. kernel, batch_invariant: as in `gemm`. Raises ValueError for sizes that `pack`
-    refuses; what the device or its table cannot do is an Explanation without a kernel.
+    is the current GPU. sparse: a 2:4-sparse weight. sms: number of SMs, default the GPU's or a
+    typical one. g: short for group_size. kernel, batch_invariant: as in `gemm`. Raises ValueError
+    for sizes that `pack` refuses; what the device or its table cannot do is an Explanation without
+    a kernel.
     """
     group_size = group_size if g is None else g
     check_sizes(k, n, group_size)
@@ -99,6 +102,7 @@ def explain(
         "group_size": group_size,
         "dtype": _dtype(dtype),
         "zeros": zeros,
+        "sparse": sparse,
     }
     try:
         table = dispatch.current_table(dispatch.built_archs()[dispatch.arch_for(*capability)])
@@ -147,13 +151,14 @@ def _launch(table: dispatch.Table, call: dict[str, Any], chosen: dispatch.Kernel
 def _without_rows(table: dispatch.Table, call: dict[str, Any], forced: str | None) -> Explanation:
     """A forced kernel, or the one that serves every number of rows."""
     form = (call["dtype"], call["zeros"], stored_group_size(call["group_size"]))
+    sparse = call["sparse"]
     if forced:
         try:
-            index, why = table.find(forced, *form), "forced by name"
+            index, why = table.find(forced, *form, sparse), "forced by name"
         except ValueError as error:
             return Explanation(**call, kernel=None, why=str(error))
     else:
-        index = table.batch_invariant()[dispatch.format_index(*form)]
+        index = table.batch_invariant()[dispatch.format_index(*form, sparse)]
         why = "batch-invariant: the same for every number of rows"
         if index < 0:
             return Explanation(**call, kernel=None, why=f"{why}; none is built for this format")
@@ -164,11 +169,12 @@ def _without_rows(table: dispatch.Table, call: dict[str, Any], forced: str | Non
 
 def _by_rows(table: dispatch.Table, call: dict[str, Any]) -> Explanation:
     form = (call["dtype"], call["zeros"], stored_group_size(call["group_size"]))
+    sparse = call["sparse"]
     shape = (call["m"], call["n"], call["k"], call["sms"])
-    wanted = dispatch.format_index(*form)
+    wanted = dispatch.format_index(*form, sparse)
     refused = []
     for number, row in enumerate(table.rows):
-        if not row.matches(*shape) or not row.covers(*form):
+        if not row.matches(*shape) or not row.covers(*form, sparse):
             continue
         if row.kernels[wanted] >= 0:
             chosen = table.kernels[row.kernels[wanted]]

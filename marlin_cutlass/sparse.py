@@ -117,9 +117,13 @@ def _select(q: Tensor) -> tuple[Tensor, Tensor]:
     are not zero, and the first zeros where there are fewer than two of them."""
     chunks = q.view(-1, CHUNK, q.shape[1])
     index = torch.arange(CHUNK, dtype=torch.uint8, device=q.device).view(1, CHUNK, 1)
-    # Nonzero values first, each kind in order; the two kept ones are then put in order.
+    # Nonzero values first, each kind in order: the two smallest ranks are kept.
     rank = (chunks == ZERO_CODE).to(torch.uint8) * CHUNK + index
-    places = (rank.sort(dim=1).values[:, :KEPT] % CHUNK).sort(dim=1).values
+    even, odd = rank[:, ::2], rank[:, 1::2]
+    low, high = torch.minimum(even, odd), torch.maximum(even, odd)
+    first = low.amin(1) % CHUNK
+    second = torch.minimum(low.amax(1), high.amin(1)) % CHUNK
+    places = torch.stack((torch.minimum(first, second), torch.maximum(first, second)), dim=1)
     kept = chunks.gather(1, places.long())
     return kept.reshape(-1, q.shape[1]), places[:, 0] + places[:, 1] * CHUNK
 

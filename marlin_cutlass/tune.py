@@ -80,7 +80,8 @@ class Tuner:
 
     def _mine(self) -> list[dispatch.Kernel]:
         wanted = (self.fmt.dtype, self.fmt.zeros, self.fmt.group_size)
-        return [k for k in self.table.kernels if (k.dtype, k.zeros, k.group_size) == wanted]
+        kernels = [k for k in self.table.kernels if not k.sparse]  # weights here are dense
+        return [k for k in kernels if (k.dtype, k.zeros, k.group_size) == wanted]
 
     @property
     def pdl(self) -> tuple[bool, ...]:
