@@ -27,6 +27,7 @@ from .checkpoint_read import read_layer, read_tensor
 from .checkpoint_scheme import FORMAT_NAME, Scheme
 from .files import FORMAT_VERSION, format_metadata
 from .layout import LAYOUT_VERSION, stored_group_size
+from .locking import folder_lock
 from .packed_weight import PackedWeight
 from .progress import progress_bar
 from .safetensors_stream import StreamWriter
@@ -160,20 +161,55 @@ def convert_checkpoint(
 
 @contextmanager
 def new_folder(dst: Path) -> Iterator[Path]:
-    """A temporary folder beside `dst` that becomes `dst` if the block succeeds."""
+    """A temporary folder beside `dst` that becomes `dst` if the block succeeds.
+
+    Whatever a killed run has left beside `dst` is cleared away first. FileExistsError while another
+    process writes the same folder.
+    """
     dst.parent.mkdir(parents=True, exist_ok=True)
-    temporary = dst.parent / f".{dst.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-        old = dst.parent / f".{dst.name}.{os.getpid()}.old"
-        if dst.exists():
-            os.replace(dst, old)
-        os.replace(temporary, dst)
+    temporary, old = (dst.with_name(f".{dst.name}.{kind}") for kind in ("tmp", "old"))
+    with folder_lock(dst):
+        if old.exists() and not dst.exists():  # killed between the two renames below
+            os.replace(old, dst)
         shutil.rmtree(old, ignore_errors=True)
-    finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            yield temporary
+            _exchange(temporary, dst, old)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(new: Path, dst: Path, old: Path) -> None:
+    """Puts `new` in the place of `dst`, which comes back if that fails."""
+    if dst.exists():
+        os.replace(dst, old)
+    try:
+        os.replace(new, dst)
+    except OSError:
+        if old.exists():
+            os.replace(old, dst)
+        raise
+
+
+def copy_others(src: Path, folder: Path) -> list[str]:
+    """Copies the files of a checkpoint that hold no weights; returns the links left out.
+
+    A link is followed inside of the checkpoint and into the blobs of a Hugging Face cache, nowhere
+    else: a checkpoint from outside must not carry private files into its copy.
+    """
+    inside = [src.resolve(), src.resolve().parent.parent / "blobs"]
+    left_out = []
+    for path in sorted(src.iterdir()):
+        if not path.is_file() or path.name in SKIP_FILES or path.suffix in SKIP_SUFFIXES:
+            continue
+        if not any(path.resolve().is_relative_to(root) for root in inside):
+            left_out.append(path.name)
+            continue
+        shutil.copy2(path, folder / path.name)
+    return left_out
 
 
 def _write_folder(plan: Plan, folder: Path, report: ConversionReport, workers: int, tick) -> None:
@@ -189,9 +225,8 @@ def _write_folder(plan: Plan, folder: Path, report: ConversionReport, workers: i
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2))
     (folder / "config.json").write_text(json.dumps(_new_config(plan, report), indent=2))
-    for path in plan.folder.iterdir():
-        if path.is_file() and path.name not in SKIP_FILES and path.suffix not in SKIP_SUFFIXES:
-            shutil.copy2(path, folder / path.name)
+    for name in copy_others(plan.folder, folder):
+        report.notes.append(f"{name}: a link that leaves the checkpoint was not followed")
 
 
 def _home(layer: LayerPlan) -> str:
@@ -199,11 +234,17 @@ def _home(layer: LayerPlan) -> str:
     return next(iter(layer.tensors.values()))[1]
 
 
+def _text_bytes(name: str) -> int:
+    """Bytes of a name in a header, once more escaped inside of the metadata."""
+    return len(json.dumps(json.dumps(name)))
+
+
 def _write_shard(plan, path, layers, passed, report, workers, tick) -> list[str]:
     """Stream one shard; layers first, whose sizes keep every tensor aligned. Returns the names."""
     names = 4 * len(layers) + len(passed)
-    name_bytes = sum(4 * len(x.name) for x in layers) + sum(map(len, passed))
-    metadata_bytes = 400 + sum(2 * len(x.name) + 2 * LAYER_METADATA_BYTES for x in layers)
+    name_bytes = sum(4 * _text_bytes(x.name) for x in layers)
+    name_bytes += sum(_text_bytes(t) + 24 * len(plan.info(t, path.name).shape) for t in passed)
+    metadata_bytes = 400 + sum(2 * (_text_bytes(x.name) + LAYER_METADATA_BYTES) for x in layers)
     forms: dict[str, dict] = {}
     with StreamWriter(path, names, name_bytes + 64 * len(layers), metadata_bytes) as writer:
         for layer, tensors, form in _packed_layers(plan, layers, workers):

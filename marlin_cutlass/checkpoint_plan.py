@@ -6,13 +6,13 @@ once, before a byte of weight data is read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .checkpoint_scheme import Scheme, read_config, scheme_of
+from .json_file import read_object
 from .safetensors_stream import TensorInfo, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -71,7 +71,7 @@ def list_shards(folder: Path) -> dict[str, dict[str, TensorInfo]]:
     files = sorted(folder.glob("*.safetensors"))
     index = folder / INDEX_NAME
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = _shard_names(index)
         missing = sorted(n for n in names if not (folder / n).is_file())
         if missing:
             raise FileNotFoundError(
@@ -82,6 +82,18 @@ def list_shards(folder: Path) -> dict[str, dict[str, TensorInfo]]:
         hint = " (.bin files are pickles and are not read)" if list(folder.glob("*.bin")) else ""
         raise FileNotFoundError(f"{folder} holds no .safetensors file{hint}")
     return {f.name: read_header(f)[0] for f in files}
+
+
+def _shard_names(index: Path) -> set[str]:
+    """Files that an index names; ValueError where one would lie outside of the folder."""
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map that maps tensors to files")
+    names = list(weight_map.values())
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(f"{index} names {str(name)[:200]!r}: plain file names are required")
+    return set(names)
 
 
 def make_plan(folder: Path) -> Plan:

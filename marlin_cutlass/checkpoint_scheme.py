@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .formats.support import support
+from .json_file import read_object
 
 FORMAT_NAME = "marlin_cutlass"
 
@@ -29,10 +31,10 @@ def read_config(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
-    config = json.loads(path.read_text())
+    config = read_object(path)
     old = folder / "quantize_config.json"
     if "quantization_config" not in config and old.is_file():
-        config["quantization_config"] = {"quant_method": "gptq", **json.loads(old.read_text())}
+        config["quantization_config"] = {"quant_method": "gptq", **read_object(old)}
     return config
 
 
@@ -41,6 +43,8 @@ def scheme_of(config: dict) -> Scheme:
     quant = config.get("quantization_config") or config.get("compression_config")
     if not quant:
         return Scheme("dense")
+    if not isinstance(quant, dict):
+        raise ValueError(f"quantization_config is a {type(quant).__name__} instead of an object")
     method = quant.get("quant_method", "gptq")
     if method == FORMAT_NAME:
         raise ValueError(f"the folder is in {FORMAT_NAME} format already")
@@ -50,9 +54,22 @@ def scheme_of(config: dict) -> Scheme:
         "awq": _awq_scheme,
         "compressed-tensors": _ct_scheme,
     }
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise ValueError(f"quant_method={method!r} is not supported: one of {', '.join(readers)}")
-    return readers[method](quant)
+    try:
+        return readers[method](quant)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"quantization_config is malformed: {error!r}") from None
+
+
+def _whole(quant: dict, name: str, default: int | None = None) -> int:
+    """A whole number of a config; a text of digits and 128.0 count, 64.5 and True do not."""
+    value = quant.get(name, default)
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    text = isinstance(value, str) and re.fullmatch(r"-?\d{1,9}", value) is not None
+    if isinstance(value, bool) or not (whole or text):
+        raise ValueError(f"quantization_config has {name}={value!r}: a whole number is required")
+    return int(value)
 
 
 def _checked(fmt: str, scheme: Scheme, bits: int, version: str | None) -> Scheme:
@@ -89,7 +106,7 @@ def _gptq_scheme(quant: dict) -> Scheme:
     name = "marlin" if fmt == "marlin" else "gptq"
     scheme = Scheme(
         name,
-        int(quant.get("group_size", -1)),
+        _whole(quant, "group_size", -1),
         quant.get("sym"),
         fmt,
         bool(quant.get("desc_act")),
@@ -98,13 +115,14 @@ def _gptq_scheme(quant: dict) -> Scheme:
     # A marlin file may say desc_act from its origin; it cannot have been kept.
     act_order = None if name == "marlin" else scheme.act_order
     scheme = Scheme(**{**scheme.__dict__, "act_order": act_order})
-    return _checked(fmt, scheme, int(quant.get("bits", 4)), None)
+    return _checked(fmt, scheme, _whole(quant, "bits", 4), None)
 
 
 def _awq_scheme(quant: dict) -> Scheme:
-    group_size = int(quant.get("q_group_size", quant.get("group_size", 128)))
+    group_name = "q_group_size" if "q_group_size" in quant else "group_size"
+    group_size = _whole(quant, group_name, 128)
     scheme = Scheme("awq", group_size, not quant.get("zero_point", True), "awq", source=quant)
-    bits = int(quant.get("w_bit", quant.get("bits", 4)))
+    bits = _whole(quant, "w_bit" if "w_bit" in quant else "bits", 4)
     return _checked("awq", scheme, bits, str(quant.get("version", "gemm")).lower())
 
 
@@ -125,11 +143,11 @@ def _ct_scheme(quant: dict) -> Scheme:
         )
     scheme = Scheme(
         "compressed-tensors",
-        int(weights["group_size"]) if strategy == "group" else -1,
+        _whole(weights, "group_size") if strategy == "group" else -1,
         weights.get("symmetric", True),
         "compressed-tensors",
         weights.get("actorder"),
         source=quant,
     )
     fmt = groups[0].get("format") or quant.get("format")
-    return _checked("compressed-tensors", scheme, int(weights.get("num_bits", 4)), fmt)
+    return _checked("compressed-tensors", scheme, _whole(weights, "num_bits", 4), fmt)

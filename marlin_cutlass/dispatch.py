@@ -9,7 +9,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import TableError, UnsupportedArchError
+from .json_file import read_object
 from .layout import BLOCK_COLUMNS, BLOCK_DEPTH, LAYOUT_VERSION, ceil_div, stored_group_size
 
 MANIFEST_FORMAT = 1
@@ -28,6 +28,21 @@ GROUPS = (32, 64, 128, -1)
 FORMATS = 24  # dense: 2 dtypes x zero points x 4 group sizes; sparse: 2 dtypes x 4 group sizes
 OPEN = 2**31 - 1  # upper bound of a range that the manifest leaves open
 RASTER = 8  # row tiles that are neighbours in the order of tiles, as in the launcher
+# Beyond these no GPU runs a kernel, and the launcher's arithmetic is checked up to here.
+LARGEST = {
+    "m_tile": 1024,
+    "n_sm": 1024,
+    "k_sm": 4096,
+    "warps_n": 32,
+    "warps_k": 32,
+    "stages": 64,
+    "split": 64,
+    "ctas_per_sm": 32,
+    "threads": 1024,
+    "shared_bytes": 1 << 18,
+    "cluster": 16,
+    "multicast": 16,
+}
 INVARIANT_ROWS = 64  # batch-invariant calls take the largest row tile up to this
 _DECOMPOSITION_TAGS = {
     "data_parallel": "dp",
@@ -404,7 +419,7 @@ def load_table(folder: Path, exclude: str | None = None) -> Table:
     """
     path = Path(folder) / "manifest.json"
     try:
-        manifest = json.loads(path.read_text())
+        manifest = read_object(path)
     except (OSError, ValueError) as error:
         raise TableError(f"{path} cannot be read: {error}; run build.py again") from error
     try:
@@ -468,7 +483,12 @@ def _kernel(entry: dict[str, Any]) -> Kernel:
     positive = (*_NUMBER_FIELDS[1:], "multicast")
     if min(fields[name] for name in positive) < 1 or fields["n_sm"] % BLOCK_COLUMNS:
         raise ValueError(f"{fields['name']}: a size is not positive or not whole blocks")
-    if Path(fields["file"]).name != fields["file"]:
+    for name, largest in LARGEST.items():
+        if fields[name] > largest:
+            raise ValueError(f"{fields['name']}: {name}={fields[name]} is larger than {largest}")
+    if re.fullmatch(r"[0-9a-f]{64}", fields["sha256"]) is None:
+        raise ValueError(f"{fields['name']}: sha256={fields['sha256'][:80]!r} is malformed")
+    if re.fullmatch(r"\w[\w.-]*", fields["file"], re.ASCII) is None:
         raise ValueError(f"{fields['name']}: file={fields['file']!r} is not a plain file name")
     return Kernel(**fields)
 
@@ -483,6 +503,7 @@ def _typed(entry: dict[str, Any], name: str, kind: type) -> Any:
 
 def _row(entry: dict[str, Any], names: dict[str, int]) -> Row:
     ranges = {axis: _range(entry, axis) for axis in "mnk"}
+    _check_conditions(entry)
     row = Row(
         **ranges,
         sms=entry.get("sms"),
@@ -502,9 +523,19 @@ def _row(entry: dict[str, Any], names: dict[str, int]) -> Row:
     return Row(**{**vars(row), "kernels": tuple(kernels)})
 
 
+def _check_conditions(entry: dict[str, Any]) -> None:
+    sms = entry.get("sms")
+    if sms is not None and (type(sms) is not int or not 0 < sms < 1 << 16):
+        raise ValueError(f"a dispatch row has sms={sms!r}")
+    for name, allowed in (("group_size", GROUPS), ("dtype", DTYPES), ("zeros", (False, True))):
+        value = entry.get(name)
+        if value is not None and not (value in allowed and type(value) is type(allowed[0])):
+            raise ValueError(f"a dispatch row has {name}={value!r}: null or one of {allowed}")
+
+
 def _range(entry: dict[str, Any], axis: str) -> tuple[int, int]:
     low, high = entry[axis]
-    low, high = int(low or 0), OPEN if high is None else min(int(high), OPEN)
-    if low > high:
+    low, high = 0 if low is None else low, OPEN if high is None else high
+    if type(low) is not int or type(high) is not int or not 0 <= low <= high:
         raise ValueError(f"a dispatch row has {axis}={entry[axis]}")
-    return low, high
+    return min(low, OPEN), min(high, OPEN)

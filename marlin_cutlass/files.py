@@ -19,9 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .errors import short_dtype
+from .json_file import parse_object
 from .layout import LAYOUT_VERSION
 from .nn import QuantLinear
-from .packed_weight import PackedWeight
+from .packed_weight import PackedWeight, checked_metadata
 
 FORMAT = "marlin_cutlass"
 FORMAT_VERSION = 1
@@ -55,7 +57,14 @@ def check_metadata(metadata: Mapping[str, str] | None, where: str) -> dict[str, 
             f"{where} has layout_version={metadata.get('layout_version')}: this release reads"
             f" version {LAYOUT_VERSION}"
         )
-    return json.loads(metadata.get("layers", "{}"))
+    layers = parse_object(metadata.get("layers", "{}"), f"{where}: metadata entry 'layers'")
+    for name, form in layers.items():
+        try:
+            fields = checked_metadata(form)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: layer {name}: {error}") from None
+        layers[name] = {**form, **fields, "dtype": short_dtype(fields["dtype"])}
+    return layers
 
 
 def write_atomically(path: Path, write) -> None:

@@ -33,6 +33,7 @@ SPARSE_GROUP_SIZES = (64, 128, -1)
 # invalid value 0.
 SPARSE_META_PADDING = 0b0100
 SLACK_BLOCKS = 3
+MAX_SIZE = 2**31  # kernels count in int32
 NATIVE_GROUP_SIZES = (32, 64, 128, -1)
 GROUP_SIZES_TEXT = "32, 64, 128, a multiple of 128, or -1 (one group per column)"
 
@@ -71,6 +72,8 @@ def check_sizes(k: int, n: int, group_size: int) -> None:
     sizes = f"K={k}, N={n}, group_size={group_size}"
     if k < 1 or n < 1:
         raise ValueError(f"{sizes}: K and N must be at least 1")
+    if k >= MAX_SIZE or n >= MAX_SIZE:
+        raise ValueError(f"{sizes}: K and N must be below 2^31")
     hint = "; K is one group: use group_size=-1" if group_size == k else ""
     try:
         stored_group_size(group_size)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .layout import BLOCK_COLUMNS, ceil_div, check_sizes, packed_bytes
-from .packed_weight import PackedWeight
+from .packed_weight import PackedWeight, check_permutation
 from .sharding import fuse_columns, shard_columns, shard_rows
 
 
@@ -222,6 +222,11 @@ class QuantLinear(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, *rest) -> None:
         """Act-order is known from the file: `perm` is made or dropped before the usual checks."""
         given = state_dict.get(prefix + "perm")
+        if given is not None and given.device.type != "meta":
+            try:  # a kernel that reads past its activations would stop the device
+                check_permutation(given)
+            except ValueError as error:
+                rest[-1].append(f"{prefix}{error}")
         if prefix + "packed" in state_dict and (given is not None) != (self.perm is not None):
             order = None
             if given is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +114,7 @@ class PackedWeight:
         unknown = sorted(set(state) - {"packed", "col_scale", "perm", "metadata"})
         if unknown:
             raise ValueError(f"state has unknown entries {', '.join(unknown)}")
-        fields = _checked_metadata(state["metadata"])
+        fields = checked_metadata(state["metadata"])
         weight = cls(
             packed=state["packed"], col_scale=state["col_scale"], perm=state.get("perm"), **fields
         )
@@ -126,7 +127,7 @@ class PackedWeight:
         check_sizes(self.k, self.n, self.group_size)
         self.check_shapes()
         if self.perm is not None and self.perm.device.type != "meta":
-            _check_permutation(self.perm)
+            check_permutation(self.perm)
 
     def check_shapes(self) -> None:
         """`check` without reading a tensor."""
@@ -214,14 +215,16 @@ class PackedWeight:
         )
 
 
-def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     """Constructor arguments from `metadata()`; numbers may be strings, as file headers store
     them."""
+    if not isinstance(metadata, dict):
+        raise TypeError(f"metadata must be a dict, not {type(metadata).__name__}")
     needed = ("layout_version", "n", "k", "group_size", "has_zeros", "dtype")
     missing = [name for name in needed if name not in metadata]
     if missing:
         raise ValueError(f"metadata lacks {', '.join(missing)}")
-    version = int(metadata["layout_version"])
+    version = _number(metadata, "layout_version")
     if version != LAYOUT_VERSION:
         raise ValueError(
             f"layout_version={version} is not supported: this release reads {LAYOUT_VERSION}"
@@ -229,10 +232,19 @@ def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     dtype = str(metadata["dtype"]).removeprefix("torch.")
     if dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"dtype={dtype} is not supported: use float16 or bfloat16")
-    fields: dict[str, Any] = {name: int(metadata[name]) for name in ("n", "k", "group_size")}
+    fields: dict[str, Any] = {name: _number(metadata, name) for name in ("n", "k", "group_size")}
     fields["has_zeros"] = _flag(metadata["has_zeros"])
     fields["sparse"] = _flag(metadata.get("sparse", False))
     return {**fields, "dtype": ACTIVATION_DTYPES[dtype], "layout_version": version}
+
+
+def _number(metadata: dict[str, Any], name: str) -> int:
+    value = metadata[name]
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value):
+        value = int(value)
+    if type(value) is not int:
+        raise ValueError(f"{name}={value!r} is not a whole number")
+    return value
 
 
 def _flag(value: Any) -> bool:
@@ -252,8 +264,11 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, count: int, whe
         raise ValueError(f"{name} is not contiguous")
 
 
-def _check_permutation(perm: Tensor) -> None:
+def check_permutation(perm: Tensor) -> None:
     """An index out of range would stop the device at the first multiply, so it is refused here."""
+    if perm.dim() != 1 or perm.is_floating_point() or not perm.numel():
+        kind = f"{short_dtype(perm.dtype)} {tuple(perm.shape)}"
+        raise ValueError(f"perm is {kind}: it must be one-dimensional and of integers")
     index = perm.to(torch.int64)
     rule = f"it must permute 0..{perm.numel() - 1}"
     if bool((index < 0).any()) or bool((index >= perm.numel()).any()):

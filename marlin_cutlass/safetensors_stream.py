@@ -6,14 +6,18 @@ end, padded with spaces (which the format allows): one tensor in memory at a tim
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from .json_file import parse_object
 
 DTYPES = {
     "F64": torch.float64,
@@ -31,6 +35,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # limit of the format's own reader
+MAX_RANK = 64  # of a tensor; torch itself has the same limit
 ALIGN = 64
 
 
@@ -44,27 +49,64 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Tensors and metadata of a file, without reading data; ValueError for a damaged file."""
-    size = path.stat().st_size
+    """Tensors and metadata of a file, without reading data.
+
+    ValueError for a damaged file: sizes and offsets that do not agree, tensors that overlap (a
+    small file could grow without bound when it is copied), repeated names, anything cut short.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
     with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 0 < length <= min(MAX_HEADER, size - 8):
             raise ValueError(f"{path} is not a safetensors file (header of {length} bytes)")
-        try:
-            entries = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} has a damaged header: {error}") from None
+        entries = parse_object(file.read(length), f"{path} has a damaged header: it")
     metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(f"{path} has a damaged header: __metadata__ must map names to texts")
     tensors = {}
     for name, entry in entries.items():
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: tensor {name} has dtype {entry['dtype']}, not supported")
-        start, stop = (8 + length + offset for offset in entry["data_offsets"])
-        if stop > size:
-            raise ValueError(f"{path} is cut short: tensor {name} ends at {stop} of {size} bytes")
-        tensors[name] = TensorInfo(DTYPES[entry["dtype"]], tuple(entry["shape"]), start, stop)
+        try:
+            found = tensors[name] = _info(entry, 8 + length)
+        except ValueError as error:
+            raise ValueError(f"{path}: tensor {name[:200]} {error}") from None
+        if found.stop > size:
+            end = f"tensor {name[:200]} ends at {found.stop} of {size} bytes"
+            raise ValueError(f"{path} is cut short: {end}")
+    _check_disjoint(path, tensors)
     return tensors, metadata
+
+
+def _info(entry: Any, base: int) -> TensorInfo:
+    """One checked entry of a header whose data start at `base`."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError("has a damaged entry: dtype, shape and data_offsets are required")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"has dtype {str(dtype)[:40]}, not supported")
+    if not _sizes(shape) or len(shape) > MAX_RANK:
+        raise ValueError(f"has shape {str(shape)[:80]}: at most {MAX_RANK} sizes from 0 on")
+    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"has data_offsets {str(offsets)[:80]}: a start and an end are required")
+    start, stop = (base + offset for offset in offsets)
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    if needed != stop - start:
+        raise ValueError(f"of {dtype} {shape} needs {needed} bytes and has {stop - start}")
+    return TensorInfo(DTYPES[dtype], tuple(shape), start, stop)
+
+
+def _sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+
+
+def _check_disjoint(path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    used = sorted((t.start, t.stop, name) for name, t in tensors.items() if t.stop > t.start)
+    for (_, end, first), (start, _, second) in itertools.pairwise(used):
+        if start < end:
+            raise ValueError(f"{path}: tensors {first[:200]} and {second[:200]} overlap")
 
 
 class StreamWriter:

@@ -202,7 +202,7 @@ def damage(**changes):
     ("manifest", "text"),
     [
         ("{", "cannot be read"),
-        ("[]", "list indices|indices"),
+        ("[]", "holds a list instead of a JSON object"),
         (_manifest([], [], format=2), "format=2, this release reads 1"),
         (_manifest([], [], layout_version=2), "layout_version=2"),
         (_manifest([], [], arch="../sm"), "arch='../sm' is malformed"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,9 +82,10 @@ def quantize_folder(
 
 
 def _write_config(model, src: Path, folder: Path, report: ModelReport, options: dict) -> None:
-    from ..checkpoint import SKIP_FILES, SKIP_SUFFIXES
+    from ..checkpoint import copy_others
     from ..checkpoint_scheme import FORMAT_NAME
     from ..files import FORMAT_VERSION
+    from ..json_file import read_object
     from ..layout import LAYOUT_VERSION
     from ..nn import QuantLinear
 
@@ -94,7 +94,7 @@ def _write_config(model, src: Path, folder: Path, report: ModelReport, options: 
         for name, m in model.named_modules()
         if isinstance(m, QuantLinear)
     }
-    config = json.loads((src / "config.json").read_text())
+    config = read_object(src / "config.json")
     config["quantization_config"] = {
         "quant_method": FORMAT_NAME,
         "format_version": FORMAT_VERSION,
@@ -107,6 +107,4 @@ def _write_config(model, src: Path, folder: Path, report: ModelReport, options: 
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "quantize_report.json").write_text(report.to_json())
-    for path in src.iterdir():
-        if path.is_file() and path.name not in SKIP_FILES and path.suffix not in SKIP_SUFFIXES:
-            shutil.copy2(path, folder / path.name)
+    copy_others(src, folder)

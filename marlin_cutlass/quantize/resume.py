@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..json_file import read_object
 from ..packed_weight import PackedWeight
 from .report import LayerReport
 
@@ -24,12 +25,15 @@ class ResumeFolder:
         self.folder = Path(folder) if folder is not None else None
         if self.folder is None:
             return
+        from ..files import write_atomically
+
         self.folder.mkdir(parents=True, exist_ok=True)
         state = self.folder / STATE_FILE
         if not state.exists():
-            state.write_text(json.dumps(settings, indent=1, sort_keys=True))
+            text = json.dumps(settings, indent=1, sort_keys=True)
+            write_atomically(state, lambda temporary: temporary.write_text(text))
             return
-        found = json.loads(state.read_text())
+        found = read_object(state)
         if found != settings:
             differ = [k for k in settings if found.get(k) != settings[k]]
             raise ValueError(
