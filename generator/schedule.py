@@ -121,7 +121,8 @@ def _workspace(
     variant: Variant, grid: int, m_tiles: int, hybrid: HybridPartition | None
 ) -> tuple[int, int]:
     """(partials, flags). A CTA of contiguous ranges hands over at most one partial tile: the one
-    its range begins inside; a CTA of a hybrid grid at most one block in each pass.
+    its range begins inside; a CTA of a hybrid grid at most two shares of blocks in each pass, the
+    end of one and the start of the next.
     """
     tile_floats = variant.m_tile * variant.n_sm
     if variant.decomposition in ("striped", "stream_k"):
@@ -130,7 +131,7 @@ def _workspace(
         return grid * tile_floats, grid
     if hybrid is not None:
         shares = m_tiles * hybrid.passes_per_row * grid
-        return shares * variant.m_tile * BLOCK_COLUMNS, shares
+        return 2 * shares * variant.m_tile * BLOCK_COLUMNS, shares
     return 0, 0
 
 

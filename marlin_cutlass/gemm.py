@@ -44,7 +44,7 @@ def gemm(
         if not isinstance(value, Tensor) and (value is not None or name == "a"):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     device = "cuda" if a.is_cuda else "cpu"
-    if torch.is_autocast_enabled(device):
+    if not a.is_meta and torch.is_autocast_enabled(device):
         a = a.to(torch.get_autocast_dtype(device))
     code = ops.kernel_code(kernel, batch_invariant, a, w)
     if torch.is_grad_enabled() and (a.requires_grad or (bias is not None and bias.requires_grad)):

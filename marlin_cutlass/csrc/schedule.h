@@ -41,7 +41,7 @@ inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int64_t kMaxUnits = INT32_MAX;  // kernels count tiles x k steps in int32
 constexpr int64_t kRaster = 8;            // see RASTER in generator/schedule.py
 
-// Passes of a hybrid grid over all row tiles; a CTA hands over at most one block in each.
+// Passes of a hybrid grid over all row tiles; a CTA hands in at most two shares of blocks in each, the end of one and the start of the next.
 inline int64_t hybrid_passes(const VariantFields& v, const Schedule& s, int64_t n_blocks) {
   GemmParams p{};
   p.n_blocks = static_cast<int32_t>(n_blocks);
@@ -78,7 +78,7 @@ inline Schedule make_schedule(const VariantFields& v, int64_t m, int64_t n, int6
       break;
     case Decomposition::kHybrid:
       s.grid = std::min(tiles * s.k_steps, clusters) * shared;
-      s.flags = hybrid_passes(v, s, n_blocks) * s.grid, s.partials = s.flags * v.m_tile * kBlockColumns;
+      s.flags = hybrid_passes(v, s, n_blocks) * s.grid, s.partials = 2 * s.flags * v.m_tile * kBlockColumns;
       break;
   }
   return s;

@@ -18,7 +18,8 @@ template <class C> MC_DEVICE void setup_barriers(smem_addr_t base, uint32_t rank
       mbarrier_init(C::full(base, s), 2);                       // weights and activations
       mbarrier_init(C::empty(base, s), 4 * C::kWarpgroupsN);    // the warps of one k group
     }
-    for (int w = 0; w < C::kWarpgroupsN; ++w) mbarrier_init(C::received(base, w), 1);
+    if constexpr (C::kCluster)
+      for (int w = 0; w < C::kWarpgroupsN; ++w) mbarrier_init(C::received(base, w), 1);
     if constexpr (C::kMulticast > 1)
       for (int s = 0; s < C::kStages; ++s) mbarrier_init(C::cluster_empty(base, s), C::kMulticast);
     mbarrier_init_fence();
@@ -105,7 +106,7 @@ template <class C> MC_DEVICE void consume_hybrid(const GemmParams& p, smem_addr_
       left -= s.k_end - s.k_begin;
       forget(index);  // computed again rather than kept in registers, or spilled, through the main loop
       s = hybrid_item<C>(p, index, item);
-      if (reduce_shares<C>(p, loop.acc, s, index))
+      if (reduce_shares<C>(p, loop.acc, base, s, index, warp_index() >> 2))
         store_rows<C>(p, loop, factors, 0, typename C::Hybrid{p}.pass(block_index(), index).m * C::kMTile,
                       atom_column<C>(s.tile, 0, 0), 0);
     }

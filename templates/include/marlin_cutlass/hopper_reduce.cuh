@@ -124,27 +124,33 @@ template <class C> MC_DEVICE bool reduce_ranges(const GemmParams& p, Accumulator
 }
 
 // ---- shares of a left-over column block (hybrid) ----------------------------------------------------------------
-// The CTA that holds the block's first k step adds the shares behind it, ascending, and clears their flags. A CTA hands over at most one
-// share a pass, before it can wait for anybody. One flag and one slot per CTA and pass.
-template <class C> MC_DEVICE bool reduce_shares(const GemmParams& p, Accumulators<C>& acc, const Segment& s, int pass) {
+// Every sharer of a block hands in its sum and counts; the last one adds all of them, ascending in k, and keeps the result. Nobody waits, so any
+// number of resident CTAs makes progress. One counter per CTA and pass, that of the block's first sharer; two slots, since a CTA can hold the
+// end of one block and the start of the next.
+template <class C>
+MC_DEVICE bool reduce_shares(const GemmParams& p, Accumulators<C>& acc, smem_addr_t base, const Segment& s, int pass, int group_n) {
   constexpr int kBarrier = 3;
   if (s.k_begin == 0 && s.k_end == p.k_steps) return true;
-  const int thread = thread_index() & 127, cta = block_index(), first_slot = pass * grid_size();
-  auto slot = [&](int c) { return p.partials + (static_cast<int64_t>(first_slot + c) * C::kChunks * 128 + thread) * 4; };
-  if (s.k_begin != 0) {
-    float* out = slot(cta);
+  const typename C::Hybrid schedule{p};
+  const int thread = thread_index() & 127, first_slot = pass * grid_size(), first = schedule.first_sharer(s.tile);
+  auto slot = [&](int c) { return p.partials + (static_cast<int64_t>((first_slot + c) * 2 + (c == first)) * C::kChunks * 128 + thread) * 4; };
+  float* out = slot(block_index());
 #pragma unroll
-    for (int i = 0; i < C::kChunks; ++i) st_global_cg_f32x4(out + i * 512, as_vector(chunk_of<C>(acc, i)));
-    named_barrier_sync(kBarrier, 128);
-    if (thread == 0) st_release(p.flags + first_slot + cta, 1u);
-    return false;
-  }
-  const int last = typename C::Hybrid{p}.end_of_sharers(s.tile, cta);
-  for (int c = cta + (1 + thread) * C::kMulticast; c < last; c += 128 * C::kMulticast) wait_flag(p.flags + first_slot + c, 1u);
+  for (int i = 0; i < C::kChunks; ++i) st_global_cg_f32x4(out + i * 512, as_vector(chunk_of<C>(acc, i)));
   named_barrier_sync(kBarrier, 128);
-  for (int c = cta + (1 + thread) * C::kMulticast; c < last; c += 128 * C::kMulticast) st_release(p.flags + first_slot + c, 0u);
+  uint32_t* counter = p.flags + first_slot + first;
+  const smem_addr_t ticket = C::received(base, group_n);  // a word that only clusters use otherwise
+  if (thread == 0) st_shared_u32(ticket, fetch_add_acq_rel(counter, 1u));
+  named_barrier_sync(kBarrier, 128);
+  const int last = schedule.end_of_sharers(s.tile, first), sharers = (last - first + C::kMulticast - 1) / C::kMulticast;
+  if (static_cast<int>(ld_shared_u32(ticket)) + 1 != sharers) return false;
+  if (thread == 0) st_release(counter, 0u);
+#pragma unroll
+  for (int r = 0; r < C::kRowBlocks; ++r)
+#pragma unroll
+    for (int i = 0; i < C::kMTile / 2; ++i) acc[r][i] = 0.f;
 #pragma unroll 1
-  for (int c = cta + C::kMulticast; c < last; c += C::kMulticast) {
+  for (int c = first; c < last; c += C::kMulticast) {
     const float* in = slot(c);
 #pragma unroll
     for (int i = 0; i < C::kChunks; ++i) add_to(chunk_of<C>(acc, i), ld_global_cg_f32x4(in + i * 512));

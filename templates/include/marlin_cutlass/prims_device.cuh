@@ -102,6 +102,12 @@ MC_DEVICE uint32_t ld_acquire(const uint32_t* p) {
 MC_DEVICE void st_release(uint32_t* p, uint32_t v) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+// *p += v; returns what was there. Orders what this thread wrote before and reads after.
+MC_DEVICE uint32_t fetch_add_acq_rel(uint32_t* p, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
+}
 // Spins until *p == value. Bounded: traps after about ten seconds, so that a lost flag is an error and not a hang.
 MC_DEVICE void wait_flag(const uint32_t* p, uint32_t value) {
   for (uint32_t tries = 0; ld_acquire(p) != value; ++tries)

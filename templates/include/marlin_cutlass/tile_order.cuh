@@ -103,6 +103,13 @@ template <int kSlots, int kMulticast> struct HybridSchedule {
     if (pass.whole == 0) pass.steps = end - begin;
     return pass;
   }
+  // The CTA that holds the first k step of left-over block `block` (index in C).
+  MC_DEVICE int first_sharer(int block) const {
+    const int index = block - (p.n_blocks - p.left_over), unit = index / kMulticast * p.k_steps;
+    const int longer = (p.share_each + 1) * p.share_more;  // units of the clusters that take one more
+    const int cluster = unit < longer ? unit / (p.share_each + 1) : p.share_more + (unit - longer) / p.share_each;
+    return cluster * kMulticast + index % kMulticast;
+  }
   // First CTA behind `cta` whose share lies wholly behind left-over block `block` (index in C). Sharers of a block are kMulticast CTAs apart.
   MC_DEVICE int end_of_sharers(int block, int cta) const {
     const int block_end = ((block - (p.n_blocks - p.left_over)) / kMulticast + 1) * p.k_steps;
