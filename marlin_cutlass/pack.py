@@ -276,7 +276,9 @@ def _entries(
     parts = []
     if stored is not None:
         spread = _spread(stored, rows, k_blocks, per_block, n_blocks).float()
-        factor = torch.tensor([2.0**LOW_SHIFT, 2.0**HIGH_SHIFT], device=spread.device)
+        # Not the default dtype, which engines set to fp16 while they load: 2^22 would be infinite.
+        shifts = [2.0**LOW_SHIFT, 2.0**HIGH_SHIFT]
+        factor = torch.tensor(shifts, dtype=torch.float32, device=spread.device)
         parts.append((spread * factor).half().view(torch.int16))
     if zeros is not None:  # z * 2^-22 is the fp16 subnormal z << 2
         spread = _spread(zeros, rows, k_blocks, per_block, n_blocks)
