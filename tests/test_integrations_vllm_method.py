@@ -335,3 +335,68 @@ def test_taken_over_only_where_the_user_asks(tmp_path):
     assert chosen("gptq", "marlin_cutlass") == "marlin_cutlass"
     assert chosen("ours") == "marlin_cutlass"
     assert chosen("gptq") != "marlin_cutlass"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("route", ["method", "converted", "kernel"])
+def test_a_whole_model_through_vllms_loader(tmp_path, monkeypatch, name, route):
+    """vLLM builds its own model and loads the folder; its layers multiply as the dense ones do."""
+    pytest.importorskip("transformers")
+    from integration_models import write_folder
+    from vllm.config import (
+        DeviceConfig,
+        LoadConfig,
+        ModelConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.model_loader import get_model
+    from vllm.platforms import PlatformEnum
+
+    from marlin_cutlass.checkpoint import convert_checkpoint
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # there is none to empty
+    plugin.register()
+    known = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
+    monkeypatch.setitem(linear._POSSIBLE_KERNELS, PlatformEnum.CPU, list(known))
+    kernel = plugin.register_kernel(first=True, platform=PlatformEnum.CPU)
+    hard = {} if route == "kernel" else {"zeros": True, "act_order": True}
+    reference = write_folder(tmp_path / "a", name, "gptq", shards=2, **hard)
+    folder, quantization = tmp_path / "a", "marlin_cutlass" if route == "method" else None
+    if route == "converted":
+        convert_checkpoint(folder, tmp_path / "b")
+        folder = tmp_path / "b"
+    model_config = ModelConfig(
+        str(folder), quantization=quantization, dtype="float16", skip_tokenizer_init=True,
+        enforce_eager=True,
+    )  # fmt: skip
+    config = VllmConfig(
+        model_config=model_config,
+        device_config=DeviceConfig(device="cpu"),
+        load_config=LoadConfig(use_tqdm_on_load=False),
+    )
+    with set_current_vllm_config(config):
+        model = get_model(vllm_config=config)
+    for mine, theirs in zip(model.model.layers, reference.model.layers):
+        method = mine.self_attn.qkv_proj.quant_method
+        if route == "kernel":
+            assert type(method.kernel) is kernel
+        else:
+            assert len(method.forms) == 1
+        x = torch.randn(3, 128).half()
+        attention = theirs.self_attn
+        expected = [getattr(attention, f"{p}_proj")(x) for p in "qkv"]
+        close(mine.self_attn.qkv_proj(x)[0], torch.cat(expected, -1))
+        close(mine.self_attn.o_proj(x)[0], attention.o_proj(x))
+        close(
+            mine.mlp.gate_up_proj(x)[0],
+            torch.cat([theirs.mlp.gate_proj(x), theirs.mlp.up_proj(x)], -1),
+        )
+        y = torch.randn(3, 256).half()
+        close(mine.mlp.down_proj(y)[0], theirs.mlp.down_proj(y))
+
+
+def close(actual, expected):
+    error = float((actual.float() - expected.float()).abs().max())
+    assert error < 3e-3 * float(expected.abs().max()), error

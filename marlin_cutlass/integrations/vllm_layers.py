@@ -270,7 +270,8 @@ class NativeLoader:
         columns = [ceil_div(n, BLOCK_COLUMNS) * BLOCK_COLUMNS for n in sizes.parts]
         self.lengths, self.columns = lengths, columns
         self._register(layer, "packed", torch.empty(sum(lengths), dtype=torch.uint8), sizes)
-        self._register(layer, "col_scale", torch.zeros(sum(columns)), sizes)
+        factors = torch.zeros(sum(columns), dtype=torch.float32)
+        self._register(layer, "col_scale", factors, sizes)
         if self.act_order:
             order = torch.arange(sizes.full_k, dtype=torch.int32).repeat(len(sizes.parts))
             self._register(layer, "perm", order, sizes)
@@ -315,7 +316,7 @@ class NativeLoader:
         form = self.forms[part]
         columns = ceil_div(form["n"], BLOCK_COLUMNS) * BLOCK_COLUMNS
         weight = PackedWeight(
-            loaded, torch.zeros(columns, device=loaded.device), None,
+            loaded, torch.zeros(columns, dtype=torch.float32, device=loaded.device), None,
             form["n"], form["k"], form["group_size"], form["has_zeros"],
         )  # fmt: skip
         weight.check_shapes()
