@@ -155,7 +155,7 @@ SPARSE = (
     Row("m16_n256k128_w4x1_p4_striped_c1", SPARSE_ALL, "batch 1-16, every format"),
     Row("m16_n128k256_w2x2_p4_dp_c1", SYM128, "batch 1-16, whole tiles"),
     Row("m32_n256k128_w4x1_p4_striped_c1", SYM128, "batch 17-32"),
-    Row("m64_n256k128_w4x1_p3_striped_c1", SPARSE_ALL, "batch 33-64, every format"),
+    Row("m64_n256k128_w4x1_p3_striped_c1", SPARSE_ALL, "batch 33-64", TILE_LOOP_SPILL),
     Row("m128_n128k128_w4x1_p2_striped_c1", SPARSE_ALL, "batch 65 and more", TILE_LOOP_SPILL),
 )
 SPARSE_LARGE = (
@@ -165,7 +165,7 @@ SPARSE_LARGE = (
     Row("m16_n128k512_w2x4_p4_dp_c1", SYM128, "batch 1-16, whole tiles"),
     Row("m16_n256k256_w4x2_p3_striped_c2", SYM128, "batch 9-16, wide N"),
     Row("m32_n256k128_w4x1_p4_striped_c2", SYM128, "batch 17-32"),
-    Row("m64_n256k128_w4x1_p3_striped_c2", SPARSE_ALL, "batch 33-64, every format"),
+    Row("m64_n256k128_w4x1_p3_striped_c2", SPARSE_ALL, "batch 33-64", TILE_LOOP_SPILL),
     Row("m128_n128k128_w4x1_p2_striped_c2", SPARSE_ALL, "batch 65 and more", TILE_LOOP_SPILL),
     Row("m128_n256k128_w8x1_p4_striped_c1", SYM128, "65 and more, wide N", TILE_LOOP_SPILL),
 )

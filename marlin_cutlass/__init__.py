@@ -19,6 +19,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "quantize": "quantize",
     "quantize_model": "quantize",
+    "prune_2_4": "prune",
+    "check_2_4": "sparse",
+    "pack_sparse": "sparse",
     "QuantLinear": "nn",
     "from_gptq": "formats",
     "from_awq": "formats",

@@ -100,17 +100,21 @@ def _compile(variant: Variant, arch: Arch, folder: Path, *extra: str) -> str:
     return run.stdout + run.stderr
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def case(request, tmp_path_factory) -> tuple[Sass, str, float]:
-    spec, arch_name, per_mma = request.param
-    folder = tmp_path_factory.mktemp("sass")
-    variant = Variant.parse(f"w4a16_ampere_{spec}")
+def disassembled(variant: Variant, arch_name: str, folder: Path) -> Sass:
+    """A variant compiled in `folder`; skips without nvcc and the disassembler."""
     cuobjdump, nvdisasm = _tool("cuobjdump"), _tool("nvdisasm")
     report = _compile(variant, resolve_arch(arch_name)[0], folder)
     env = {**os.environ, "PATH": f"{nvdisasm.parent}:{os.environ['PATH']}"}
     dump = [str(cuobjdump), "-sass", str(folder / f"{variant.name}.out")]
     text = subprocess.run(dump, capture_output=True, text=True, env=env, check=True).stdout
-    return Sass(variant, report, text), arch_name, per_mma
+    return Sass(variant, report, text)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request, tmp_path_factory) -> tuple[Sass, str, float]:
+    spec, arch_name, per_mma = request.param
+    variant = Variant.parse(f"w4a16_ampere_{spec}")
+    return disassembled(variant, arch_name, tmp_path_factory.mktemp("sass")), arch_name, per_mma
 
 
 def _fragments(v: Variant) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import fake_cuda
 import numpy as np
 import pytest
+import test_ampere_sass
 import torch
 from emulator_cases import DTYPES, TOLERANCE, unit_rows
 from test_sparse import scales_for, sparse_codes
@@ -201,3 +204,50 @@ def test_schedules_agree(fake, table) -> None:
     kernel, _ = table.select(3, 96, 512, 128, "f16", False, SMS, True)
     here = dispatch.schedule(kernel, 300, 4096, 4096, SMS)
     assert fake.launcher.schedule(kernel, 300, 4096, 4096, SMS) == here
+
+
+# ---- what the compiler makes of it ---------------------------------------------------------------
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("f16_g128_m8_n128k256_w2x2_p4_striped_c2", "sm_80"),
+        ("bf16_g64_m64_n256k128_w4x1_p3_striped_c1", "sm_86"),
+        ("f16_gcol_m128_n128k128_w4x1_p2_striped_c2", "sm_90a"),
+    ],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
+def sass(request, tmp_path_factory) -> test_ampere_sass.Sass:
+    spec, arch = request.param
+    return test_ampere_sass.disassembled(
+        Variant.parse(f"w4a16_sparse_{spec}"), arch, tmp_path_factory.mktemp("sass")
+    )
+
+
+def test_every_product_is_one_sparse_instruction(sass) -> None:
+    v = sass.variant
+    kinds = Counter(i.split()[0] for i in sass.select("HMMA"))
+    wanted = "HMMA.SP.16832.F32" + (".BF16" if v.dtype == "bf16" else "")
+    fragments = (v.n_sm // v.warps_n // 16) * (v.m_tile // 8)
+    assert dict(kinds) == {wanted: fragments * (v.k_sm // 32 // v.warps_k)}
+    # Two atoms share their metadata: half of the instructions take it from lanes 2 and 3 of four.
+    selectors = Counter(i.rstrip().split()[-1] for i in sass.select("HMMA"))
+    assert selectors["0x0"] == selectors["0x1"]
+
+
+def test_loads_are_wide_and_one_of_metadata_serves_eight_products_of_a_row_group(sass) -> None:
+    v = sass.variant
+    atoms = v.n_sm // v.warps_n // 16
+    units = v.k_sm // 128 // v.warps_k
+    wide = [i for i in sass.select("LDS") if i.startswith("LDS.128")]
+    # Codes: one load per atom and 128 deep; metadata: one per two atoms. The first unit of a tile
+    # is loaded before the loop, and reductions between warps read with LDS.128 too.
+    assert len(wide) >= (atoms + atoms // 2) * (units + 1)
+    if v.warps_k == 1:
+        assert len(wide) == (atoms + atoms // 2) * (units + 1)
+
+
+def test_no_local_memory_in_the_main_loop(sass) -> None:
+    """A few words that only the loop over tiles needs may be spilled."""
+    assert not any(i.startswith(("LDL", "STL")) for i in sass.main_loop)

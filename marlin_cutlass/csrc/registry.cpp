@@ -55,7 +55,7 @@ int select(const Table& table, const Choice& c) {
   for (const Row& row : table.rows)
     if (row.variants[format] >= 0 && row.matches(c.m, c.n, c.k, c.sms)) return row.variants[format];
   failed("no kernel of the ", table.arch, " table serves ", describe(c), "; see marlin_cutlass.explain, or build more: python build.py --arch ",
-         table.arch);
+         table.arch, c.sparse ? " --family sparse" : "");
 }
 
 void publish(std::unique_ptr<Table> table) {
