@@ -49,6 +49,21 @@ class Measurement:
     def format(self) -> Format:
         return self.dtype, self.zeros, self.group_size
 
+    def check(self) -> None:
+        """Raises ValueError unless every field is of its kind: a file may come from anywhere."""
+        for name in ("sms", "n", "k", "m"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} is not a positive whole number")
+        for name in ("us", "us_pdl"):
+            value = getattr(self, name)
+            number = type(value) in (int, float) and 0 < value < float("inf")
+            if not number and not (name == "us_pdl" and value is None):
+                raise ValueError(f"{name}={value!r} is not a positive number")
+        if type(self.zeros) is not bool:
+            raise ValueError(f"zeros={self.zeros!r} is not true or false")
+        Geometry.parse(self.geometry).with_format(*self.format)
+
     @property
     def decisive_us(self) -> float:
         """A call in a model lies between a chain with dependent launch and one without."""
@@ -64,17 +79,20 @@ def read_measurements(arch: Arch, folder: Path = TUNING) -> list[Measurement]:
     """
     found = []
     for path in sorted(folder.glob("*.json")):
-        data = json.loads(path.read_text())
-        if data.get("arch") != arch.name:
-            continue
-        gpu = data["gpu"].removeprefix("NVIDIA ")
-        for i, entry in enumerate(data["entries"]):
+        try:
+            data = json.loads(path.read_text())
+            if data.get("arch") != arch.name:
+                continue
+            gpu, entries = str(data["gpu"]).removeprefix("NVIDIA "), list(data["entries"])
+        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path.name} is not a tuning file: {error!r}") from error
+        for i, entry in enumerate(entries):
             try:
-                Geometry.parse(entry["geometry"])
                 fields = {key: value for key, value in entry.items() if key != "date"}
-                date = entry.get("date", data["date"])[:10]
+                date = str(entry.get("date", data["date"]))[:10]
                 found.append(Measurement(**fields, source=f"measured {gpu} {date}"))
-            except (TypeError, KeyError, ValueError) as error:
+                found[-1].check()
+            except (TypeError, KeyError, AttributeError, ValueError) as error:
                 raise ValueError(f"{path.name}, entry {i}: {error}") from error
     return found
 
