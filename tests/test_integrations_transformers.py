@@ -92,6 +92,15 @@ def test_no_tensor_is_missing_or_unexpected(tmp_path, caplog):
     assert isinstance(model.model.layers[0].self_attn.q_proj, QuantLinear)
 
 
+def test_repacking_on_a_given_device(tmp_path):
+    reference = write_folder(tmp_path / "a", "qwen2", "awq")
+    close(hf.from_pretrained(tmp_path / "a", device="cpu"), reference)
+    model, info = hf.from_pretrained(tmp_path / "a", device="cpu", output_loading_info=True)
+    assert not info["missing_keys"] and len(quantised(model)) == 14
+    with pytest.raises(ValueError, match="give one of them"):
+        hf.from_pretrained(tmp_path / "a", device="cpu", device_map="cpu")
+
+
 def test_other_activation_dtypes_keep_the_column_factors(tmp_path):
     reference = write_folder(tmp_path / "a", "llama", "gptq", group_size=-1)
     for dtype, tolerance in ((torch.bfloat16, 6e-2), (torch.float32, 1e-2)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from ..nn import QuantLinear
 from ..safetensors_stream import TensorInfo, read_header
 from .experts import LoopedExperts, is_fused_experts
 
+# Where foreign layers are repacked; None: where Transformers has put them.
+REPACK_DEVICE: ContextVar[torch.device | None] = ContextVar("repack_device", default=None)
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)$")
 
 
@@ -233,9 +236,11 @@ class MarlinCutlassHfQuantizer(HfQuantizer):
         ]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        device = REPACK_DEVICE.get()
         for path, module in list(model.named_modules()):
             if isinstance(module, RawLinear):
-                model.set_submodule(path, module.repack())
+                raw = module if device is None else module.to(device)
+                model.set_submodule(path, raw.repack())
         config = self.quantization_config
         config.layers = {
             self.checkpoint_names.get(path, path): _form(module)
@@ -314,12 +319,19 @@ def register() -> None:
         auto.register_quantizer(FORMAT_NAME)(MarlinCutlassHfQuantizer)
 
 
-def from_pretrained(path: str | Path, *args: Any, auto_class: Any = None, **options: Any):
+def from_pretrained(
+    path: str | Path,
+    *args: Any,
+    auto_class: Any = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+):
     """`AutoModelForCausalLM.from_pretrained` for any INT4 folder that `convert` can read.
 
-    auto_class: another auto or model class. options: as Transformers takes them (dtype, device_map,
-    ...). A folder saved afterwards is a converted one: stock loaders of the original format do not
-    read it. Raises ValueError for a folder that is not quantised or not supported, saying why.
+    auto_class: another auto or model class. device: where to repack and return the whole model,
+    without accelerate, which device_map needs. options: as Transformers takes them (dtype, ...). A
+    folder saved afterwards is a converted one: stock loaders of the original format do not read it.
+    Raises ValueError for a folder that is not quantised or not supported, saying why.
     """
     register()
     auto_class = auto_class or AutoModelForCausalLM
@@ -333,4 +345,18 @@ def from_pretrained(path: str | Path, *args: Any, auto_class: Any = None, **opti
     if found.get("quant_method") != FORMAT_NAME:
         scheme_of({"quantization_config": found})  # refuses what cannot be read, before loading
         config.quantization_config = {"quant_method": FORMAT_NAME, "source": found}
-    return auto_class.from_pretrained(path, *args, config=config, **options)
+    if device is not None and options.get("device_map") is not None:
+        raise ValueError(
+            f"device={device} and device_map={options['device_map']}: give one of them"
+        )
+    device = None if device is None else torch.device(device)
+    token = REPACK_DEVICE.set(device)
+    try:
+        model = auto_class.from_pretrained(path, *args, config=config, **options)
+    finally:
+        REPACK_DEVICE.reset(token)
+    if device is None:
+        return model
+    if isinstance(model, tuple):  # output_loading_info=True
+        return model[0].to(device), *model[1:]
+    return model.to(device)
