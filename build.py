@@ -190,8 +190,10 @@ class Builder:
         """
         listed = {e.variant.name: e for e in entries}
         for name in manifest.listed_names(self.folder) if keep_others else ():
-            if name not in listed and legality.why_not(Variant.parse(name), self.arch) is None:
-                listed[name] = named(name, self.arch)
+            try:
+                listed.setdefault(name, named(name, self.arch))
+            except ValueError:  # malformed, or no longer legal
+                continue
         records = ((entry, self.cached(entry)) for entry in listed.values())
         built = [(entry, record) for entry, record in records if record is not None]
         variants = [entry.variant for entry, _ in built]

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import tempfile
 import time
@@ -19,6 +20,9 @@ from pathlib import Path
 from generator.arch import Arch
 from generator.render import INCLUDE, write_if_changed
 from generator.toolchain import find_nvcc, flags, last_lines, nvcc_version
+
+ASIDE = ".building-"  # prefix of the folders in which nvcc writes
+ABANDONED_SECONDS = 24 * 3600
 
 # ---- what ptxas said -----------------------------------------------------------------------------
 
@@ -142,7 +146,7 @@ class Compiler:
         write_if_changed(source, job.source)
         cubin = job.folder / f"{job.name}.cubin"
         started = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=job.folder, prefix=".building-") as aside:
+        with tempfile.TemporaryDirectory(dir=job.folder, prefix=ASIDE) as aside:
             temporary = Path(aside) / cubin.name
             command = [str(self.nvcc), *self.flags, "-o", str(temporary), str(source)]
             run = subprocess.run(
@@ -151,10 +155,15 @@ class Compiler:
             report = parse_ptxas(run.stdout)
             error = None
             if run.returncode:
+                how = "failed" if run.returncode > 0 else "was killed by a signal"
                 error = (
-                    f"nvcc failed ({run.returncode}); its last lines:\n{last_lines(run.stdout)}\n"
+                    f"nvcc {how} ({run.returncode}); its last lines:\n{last_lines(run.stdout)}\n"
                     f"command: {shlex.join(command)}"
                 )
+            elif not temporary.is_file() or not temporary.stat().st_size:
+                error = f"nvcc wrote no cubin; command: {shlex.join(command)}"
+            elif source.read_text() != job.source:
+                error = f"{source} was changed by another build while it was compiled"
             else:
                 error = complaint(report, job.allowed_spill_bytes, job.max_registers)
             if error is not None:
@@ -189,9 +198,12 @@ def record_path(folder: Path, name: str) -> Path:
 def read_record(folder: Path, name: str) -> Record | None:
     """The record of a cubin that is there and unchanged, else None."""
     try:
-        record = Record(**json.loads(record_path(folder, name).read_text()))
+        record = Record(**json.loads(record_path(folder, name).read_bytes()))
         cubin = (folder / f"{name}.cubin").read_bytes()
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    numbers = (record.seconds, record.registers, record.spills, record.stack)
+    if not all(type(value) in (int, float) for value in numbers):
         return None
     return record if hashlib.sha256(cubin).hexdigest() == record.sha256 else None
 
@@ -225,6 +237,7 @@ def compile_all(
     jobs = list(jobs)
     for folder in {job.folder for job in jobs}:
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder)
     outcomes: dict[int, Outcome] = {}
     pool = ThreadPoolExecutor(max_workers=parallel)
     try:
@@ -235,6 +248,16 @@ def compile_all(
     finally:
         pool.shutdown(cancel_futures=True)
     return [outcomes[i] for i in range(len(jobs))]
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """What killed builds have left: no compilation takes a day."""
+    for path in folder.glob(f"{ASIDE}*"):
+        try:
+            if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue
 
 
 # ---- headers -------------------------------------------------------------------------------------

@@ -52,8 +52,7 @@ def write_manifest(
 def listed_names(folder: Path) -> list[str]:
     """Names of the variants an existing manifest lists; empty if there is none that can be read."""
     try:
-        return [
-            row["name"] for row in json.loads((folder / "manifest.json").read_text())["variants"]
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
+        rows = json.loads((folder / "manifest.json").read_bytes())["variants"]
+        return [row["name"] for row in rows if isinstance(row["name"], str)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []

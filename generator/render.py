@@ -85,11 +85,19 @@ def _more_arguments(variant: Variant) -> str:
     return f",\n    /*kMulticast=*/{variant.multicast}" if variant.family == "hopper" else ""
 
 
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether the file has these bytes; one that cannot be read has not."""
+    try:
+        return path.is_file() and path.read_bytes() == data
+    except OSError:
+        return False
+
+
 def write_if_changed(path: Path, text: str) -> bool:
     """Writes `text` aside and renames it, unless `path` already holds it. Returns whether it
     wrote.
     """
-    if path.is_file() and path.read_text() == text:
+    if _holds(path, text.encode()):
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

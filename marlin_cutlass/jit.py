@@ -91,7 +91,7 @@ def find(variant, arch: str) -> dispatch.Kernel | None:
         if record is None:
             continue
         path = _digest_path(folder, variant.name)
-        if wanted is None or (path.is_file() and path.read_text().strip() == wanted):
+        if wanted is None or (path.is_file() and path.read_bytes().strip() == wanted.encode()):
             return kernel_of(variant, record, folder)
     return None
 
@@ -102,10 +102,10 @@ def read_record(folder: Path, name: str) -> dict[str, Any] | None:
     Read here, so that a machine that only runs kernels needs nothing that compiles them.
     """
     try:
-        record = json.loads((folder / "records" / f"{name}.json").read_text())
+        record = json.loads((folder / "records" / f"{name}.json").read_bytes())
         cubin = (folder / f"{name}.cubin").read_bytes()
         return record if hashlib.sha256(cubin).hexdigest() == record["sha256"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
