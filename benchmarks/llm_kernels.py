@@ -90,35 +90,72 @@ if triton is not None:
         tl.store(to + half + i, high)
 
     @triton.jit
-    def _attend(
-        q, keys, values, start, out, scale, length,
-        group: tl.constexpr, rows: tl.constexpr, dim: tl.constexpr, block: tl.constexpr,
+    def _decode(
+        qkv, start, cos, sin, q_norm, k_norm, keys, values, out, eps, scale, length,
+        kv_heads: tl.constexpr, group: tl.constexpr, rows: tl.constexpr, half: tl.constexpr,
+        normed: tl.constexpr, block: tl.constexpr,
     ):  # fmt: skip
-        pair = tl.program_id(0)  # batch * kv_heads + kv head
-        last = tl.load(start)
-        g, d, l = tl.arange(0, rows), tl.arange(0, dim), tl.arange(0, block)
-        own = g[:, None] < group
-        tile = (pair * group + g[:, None]) * dim + d[None, :]
-        query = tl.load(q + tile, mask=own, other=0.0)
+        pair = tl.program_id(0)  # batch * kv_heads + kv head: owns this head's cache
+        head, last = pair % kv_heads, tl.load(start)
+        dim: tl.constexpr = 2 * half
+        row = qkv + (pair // kv_heads).to(tl.int64) * (group + 2) * kv_heads * dim
+        i, g, l = tl.arange(0, half), tl.arange(0, rows), tl.arange(0, block)
+        c, s = tl.load(cos + last * half + i), tl.load(sin + last * half + i)
         base = pair.to(tl.int64) * length * dim
+
+        at = row + (group * kv_heads + head) * dim + i
+        low, high = tl.load(at), tl.load(at + half)
+        dtype = low.dtype
+        if normed:
+            f_low, f_high = low.to(tl.float32), high.to(tl.float32)
+            mean = (tl.sum(f_low * f_low, 0) + tl.sum(f_high * f_high, 0)) / dim
+            factor = tl.rsqrt(mean + eps)
+            low = (f_low * factor).to(dtype) * tl.load(k_norm + i)
+            high = (f_high * factor).to(dtype) * tl.load(k_norm + half + i)
+        f_low, f_high = low.to(tl.float32), high.to(tl.float32)
+        to = base + last * dim + i
+        tl.store(keys + to, (f_low * c - f_high * s).to(dtype))
+        tl.store(keys + to + half, (f_high * c + f_low * s).to(dtype))
+        at += kv_heads * dim
+        tl.store(values + to, tl.load(at))
+        tl.store(values + to + half, tl.load(at + half))
+        tl.debug_barrier()  # other threads of this block read them below
+
+        own = g[:, None] < group
+        at = row + (head * group + g[:, None]) * dim + i[None, :]
+        low, high = tl.load(at, mask=own, other=0.0), tl.load(at + half, mask=own, other=0.0)
+        if normed:
+            f_low, f_high = low.to(tl.float32), high.to(tl.float32)
+            mean = (tl.sum(f_low * f_low, 1) + tl.sum(f_high * f_high, 1)) / dim
+            factor = tl.rsqrt(mean + eps)[:, None]
+            low = (f_low * factor).to(dtype) * tl.load(q_norm + i)[None, :]
+            high = (f_high * factor).to(dtype) * tl.load(q_norm + half + i)[None, :]
+        f_low, f_high = low.to(tl.float32), high.to(tl.float32)
+        q_low = (f_low * c[None, :] - f_high * s[None, :]).to(dtype)
+        q_high = (f_high * c[None, :] + f_low * s[None, :]).to(dtype)
+
         top = tl.full((rows,), -1e30, tl.float32)
         total = tl.zeros((rows,), tl.float32)
-        acc = tl.zeros((rows, dim), tl.float32)
+        sum_low, sum_high = tl.zeros((rows, half), tl.float32), tl.zeros((rows, half), tl.float32)
         for first in range(0, last + 1, block):
             line = first + l
-            seen = line <= last
-            at = base + line[:, None] * dim + d[None, :]
-            k = tl.load(keys + at, mask=seen[:, None], other=0.0)
-            score = tl.dot(query, tl.trans(k)) * scale
-            score = tl.where(seen[None, :], score, -1e30)
+            seen = (line <= last)[:, None]
+            spot = base + line[:, None] * dim + i[None, :]
+            k_low = tl.load(keys + spot, mask=seen, other=0.0)
+            k_high = tl.load(keys + spot + half, mask=seen, other=0.0)
+            score = tl.dot(q_low, tl.trans(k_low)) + tl.dot(q_high, tl.trans(k_high))
+            score = tl.where((line <= last)[None, :], score * scale, -1e30)
             new_top = tl.maximum(top, tl.max(score, 1))
-            factor = tl.exp(top - new_top)
-            p = tl.exp(score - new_top[:, None])
-            total = total * factor + tl.sum(p, 1)
-            v = tl.load(values + at, mask=seen[:, None], other=0.0)
-            acc = acc * factor[:, None] + tl.dot(p.to(v.dtype), v)
+            shrink, p = tl.exp(top - new_top), tl.exp(score - new_top[:, None])
+            total = total * shrink + tl.sum(p, 1)
+            v_low = tl.load(values + spot, mask=seen, other=0.0)
+            v_high = tl.load(values + spot + half, mask=seen, other=0.0)
+            sum_low = sum_low * shrink[:, None] + tl.dot(p.to(dtype), v_low)
+            sum_high = sum_high * shrink[:, None] + tl.dot(p.to(dtype), v_high)
             top = new_top
-        tl.store(out + tile, (acc / total[:, None]).to(query.dtype), mask=own)
+        to = out + (pair * group + g[:, None]).to(tl.int64) * dim + i[None, :]
+        tl.store(to, (sum_low / total[:, None]).to(dtype), mask=own)
+        tl.store(to + half, (sum_high / total[:, None]).to(dtype), mask=own)
 
     @triton.jit
     def _silu_mul(x, out, width, block: tl.constexpr):
@@ -194,18 +231,10 @@ def _rope_cache_torch(qkv, start, tokens, cos, sin, norms, eps, keys, values) ->
 def attend(q: Tensor, keys: Tensor, values: Tensor, start: Tensor, tokens: int) -> Tensor:
     """q [B*tokens, heads, D] against the cache up to `start` + own token -> [B*tokens, heads*D].
 
-    More than one token only from position 0 (prefill).
+    More than one token only from position 0 (prefill). Plain torch.
     """
     batch, kv_heads, length, dim = keys.shape
     heads = q.shape[1]
-    if tokens == 1 and use_triton(q):
-        out = torch.empty_like(q)
-        group = heads // kv_heads
-        rows = max(MIN_HEADS, triton.next_power_of_2(group))
-        _attend[(batch * kv_heads,)](
-            q, keys, values, start, out, dim**-0.5, length, group, rows, dim, BLOCK_L, num_warps=4
-        )
-        return out.view(batch, heads * dim)
     query = q.view(batch, tokens, heads, dim).transpose(1, 2)
     options = {"enable_gqa": heads != kv_heads}
     if tokens > 1:
@@ -216,6 +245,23 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, start: Tensor, tokens: int) 
         mask = mask.view(1, 1, 1, length)
         out = functional.scaled_dot_product_attention(query, keys, values, mask, **options)
     return out.transpose(1, 2).reshape(batch * tokens, heads * dim)
+
+
+def attention(qkv, start, tokens, cos, sin, norms, eps, keys, values) -> Tensor:
+    """`rope_cache` and `attend`; one launch for a decode step. Returns [B*tokens, heads*D]."""
+    if tokens > 1 or not use_triton(qkv):
+        q = rope_cache(qkv, start, tokens, cos, sin, norms, eps, keys, values)
+        return attend(q, keys, values, start, tokens)
+    batch, kv_heads, length, dim = keys.shape
+    group = qkv.shape[1] // dim // kv_heads - 2
+    out = qkv.new_empty(batch, kv_heads * group * dim)
+    q_norm, k_norm = norms or (qkv, qkv)  # not read where there are none
+    rows = max(MIN_HEADS, triton.next_power_of_2(group))
+    _decode[(batch * kv_heads,)](
+        qkv, start, cos, sin, q_norm, k_norm, keys, values, out, eps, dim**-0.5, length,
+        kv_heads, group, rows, dim // 2, norms is not None, BLOCK_L, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def silu_mul(x: Tensor) -> Tensor:

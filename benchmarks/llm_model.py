@@ -215,10 +215,8 @@ class Model(nn.Module):
     def _layer(self, layer: Layer, x, residual, keys, values, tokens: int):
         x, residual = kernels.add_norm(x, residual, layer.norm_1, self.eps)
         norms = None if layer.q_norm is None else (layer.q_norm, layer.k_norm)
-        q = kernels.rope_cache(
-            layer.qkv(x), self.start, tokens, self.cos, self.sin, norms, self.eps, keys, values
-        )
-        x = self._row(layer.o, kernels.attend(q, keys, values, self.start, tokens))
+        place = (self.start, tokens, self.cos, self.sin, norms, self.eps, keys, values)
+        x = self._row(layer.o, kernels.attention(layer.qkv(x), *place))
         x, residual = kernels.add_norm(x, residual, layer.norm_2, self.eps)
         return self._row(layer.down, kernels.silu_mul(layer.gate_up(x))), residual
 
@@ -253,7 +251,8 @@ class Decoder:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # NCCL's own thread may make calls that a capture of all threads forbids.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.step()
         self.model.start.zero_()
 

@@ -204,7 +204,8 @@ def graph(mesh, device):
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+        # NCCL's own thread may make calls that a capture of all threads forbids.
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
             out = row(mine)
     captured.replay()
     torch.cuda.synchronize()
