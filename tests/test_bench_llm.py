@@ -240,7 +240,7 @@ def small(monkeypatch):
 
 def call(tmp_path, *more):
     arguments = ["--models", "small", "--batches", "1,2", "--tokens-in", "5", "--tokens-out", "4"]
-    arguments += ["--repeats", "1", "--json", str(tmp_path / "llm.json"), *more]
+    arguments += ["--repeats", "1", "--layers", "2", "--json", str(tmp_path / "llm.json"), *more]
     app = typer.Typer()
     app.command()(llm.main)
     return CliRunner().invoke(app, arguments, catch_exceptions=False)
