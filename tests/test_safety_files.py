@@ -45,8 +45,9 @@ HUGE = 2**62
 
 
 def settings_of(examples: int):
+    """SAFETY_SCALE=8 tries eight times as many."""
     return settings(
-        max_examples=examples,
+        max_examples=examples * int(os.environ.get("SAFETY_SCALE", "1")),
         deadline=None,
         phases=(Phase.explicit, Phase.generate),
         suppress_health_check=list(HealthCheck),
@@ -164,7 +165,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-@settings_of(600)
+@settings_of(300)
 @given(seed=st.integers(0, 2**32))
 def test_mutated_files_are_read_rightly_or_refused(tmp_path_factory, good_file, seed):
     """What our header reader accepts it reads as the format's own library does."""
@@ -198,7 +199,7 @@ def our_file(tmp_path_factory) -> bytes:
     return path.read_bytes()
 
 
-@settings_of(600)
+@settings_of(300)
 @given(seed=st.integers(0, 2**32))
 def test_mutated_weights_never_load_inconsistent(tmp_path_factory, our_file, seed):
     """A weight that loads has sizes, order and metadata that agree: `check` passes."""
@@ -333,14 +334,14 @@ KEYS = [
 ]
 
 
-@settings_of(300)
+@settings_of(120)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
 def test_any_quantization_config_is_converted_or_refused(tmp_path_factory, changes):
     base = tmp_path_factory.mktemp("config")
     assert converted(gptq(base / "src", **changes), base / "dst") == (base / "dst").is_dir()
 
 
-@settings_of(100)
+@settings_of(50)
 @given(value=VALUES)
 def test_any_config_is_converted_or_refused(tmp_path_factory, value):
     base = tmp_path_factory.mktemp("config")
@@ -350,7 +351,7 @@ def test_any_config_is_converted_or_refused(tmp_path_factory, value):
         converted(src, base / f"dst-{key}")
 
 
-@settings_of(200)
+@settings_of(100)
 @given(seed=st.integers(0, 2**32))
 def test_mutated_checkpoints_are_converted_or_refused(tmp_path_factory, seed):
     rng = random.Random(seed)
@@ -472,7 +473,7 @@ HOSTILE = st.one_of(
 )
 
 
-@settings_of(500)
+@settings_of(300)
 @given(data=st.data())
 def test_a_changed_manifest_is_refused_or_harmless(tmp_path_factory, fake, data):
     """What is accepted reaches the launcher: selecting and scheduling with it must not crash."""
@@ -553,7 +554,7 @@ TUNING = {
 }
 
 
-@settings_of(300)
+@settings_of(150)
 @given(data=st.data())
 def test_a_changed_tuning_file_is_refused_or_whole(tmp_path_factory, data):
     content = copy.deepcopy(TUNING)
