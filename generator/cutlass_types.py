@@ -6,11 +6,17 @@ adds the element tags of our kernels. Names of Variant.dtype are `DataTypeNames`
 
 from __future__ import annotations
 
-# NOTE: import submodules by name. `cutlass_library/__init__` leaves some out when '-m' is in
-# sys.argv (pytest -m ...).
-from cutlass_library import library as cutlass
+import sys
 
-from generator.variant import Variant
+# NOTE: cutlass_library parses sys.argv when it is imported: it would answer --help itself, and
+# leave submodules out for -m (pytest -m ...).
+_argv, sys.argv = sys.argv, sys.argv[:1]
+try:
+    from cutlass_library import library as cutlass
+finally:
+    sys.argv = _argv
+
+from generator.variant import Variant  # noqa: E402
 
 DATA_TYPES: dict[str, cutlass.DataType] = {
     cutlass.DataTypeNames[t]: t for t in (cutlass.DataType.f16, cutlass.DataType.bf16)

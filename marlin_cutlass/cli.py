@@ -286,17 +286,12 @@ def info(as_json: Json = False) -> None:
 
 def _forward(name: str, module: str, arguments: list[str]) -> None:
     """Hand the arguments to another part's own command line (`app` or `main`)."""
-    # NOTE: cutlass_library parses sys.argv when it is imported, and would answer --help itself.
-    argv, sys.argv = sys.argv, sys.argv[:1]
-    try:
-        part = _import_part(name, module)
-        if hasattr(part, "app"):
-            return part.app(arguments, prog_name=f"marlin-cutlass {name}")
-        if hasattr(part, "main"):
-            code = part.main(arguments)
-            raise typer.Exit(code if isinstance(code, int) else 0)
-    finally:
-        sys.argv = argv
+    part = _import_part(name, module)
+    if hasattr(part, "app"):
+        return part.app(arguments, prog_name=f"marlin-cutlass {name}")
+    if hasattr(part, "main"):
+        code = part.main(arguments)
+        raise typer.Exit(code if isinstance(code, int) else 0)
     raise ValueError(f"'{name}' has no command line in this installation: use its Python functions")
 
 

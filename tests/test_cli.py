@@ -148,6 +148,15 @@ def test_help_has_an_example(command):
     assert code == 0 and "Example" in stdout
 
 
+@pytest.mark.parametrize("command", ["bench", "explore", "tune", "profile", "build"])
+def test_help_of_other_parts_lists_their_options(command):
+    """In a process of its own: cutlass_library would answer --help when it is imported."""
+    line = [sys.executable, "-m", "marlin_cutlass", command, "--help"]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert ("--arch" if command == "build" else "--group-size") in result.stdout
+
+
 def test_module_entry_point():
     command = [sys.executable, "-m", "marlin_cutlass", "info", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
