@@ -21,6 +21,7 @@ from .json_file import read_object
 from .layout import BLOCK_COLUMNS, BLOCK_DEPTH, LAYOUT_VERSION, ceil_div, stored_group_size
 
 MANIFEST_FORMAT = 1
+BUILDABLE = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")  # build.py --arch
 FAMILIES = ("ampere", "hopper", "sparse")  # sparse: for 2:4-sparse weights
 DTYPES = ("f16", "bf16")
 DECOMPOSITIONS = ("data_parallel", "striped", "split_k", "stream_k", "hybrid")
@@ -341,7 +342,7 @@ def schedule(kernel: Kernel, m: int, n: int, k: int, sms: int) -> Schedule:
         partials, flags = grid * tile_floats, grid * kernel.warps_n
     if kernel.decomposition == "hybrid":
         flags = m_tiles * _hybrid_passes(kernel, n_blocks, grid) * grid
-        partials = flags * kernel.m_tile * BLOCK_COLUMNS
+        partials = 2 * flags * kernel.m_tile * BLOCK_COLUMNS
     raster = max(1, min(m_tiles, RASTER))
     return Schedule(m_tiles, n_tiles, k_steps, raster, grid, kernel.cluster, partials, flags)
 
@@ -401,10 +402,11 @@ def missing_text(major: int, minor: int, built: dict[str, Path] | None = None) -
     device = f"sm_{major}{minor}"
     if (major, minor) < (8, 0):
         return f"needs sm_80 or newer, found {device} (kernels built for [{names}])"
-    suffix = "a" if (major, minor) == (9, 0) else ""
-    return (
-        f"kernels built for [{names}], device {device}; run python build.py --arch {device}{suffix}"
-    )
+    arch = next((name for name in arch_names(major, minor) if name in BUILDABLE), None)
+    if arch is None:
+        known = ", ".join(BUILDABLE)
+        return f"kernels built for [{names}], device {device}, which is not one of {known}"
+    return f"kernels built for [{names}], device {device}; run python build.py --arch {arch}"
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -92,8 +92,12 @@ def explain(
     """
     group_size = group_size if g is None else g
     check_sizes(k, n, group_size)
+    if not isinstance(m, int):
+        raise TypeError(f"m={m!r} must be an int")
     if m < 0:
         raise ValueError(f"m={m} is negative")
+    if sms is not None and sms < 1:
+        raise ValueError(f"sms={sms} must be at least 1")
     capability, asked, default_sms = _device(arch)
     call = {
         "m": m,

@@ -9,6 +9,7 @@ import fake_cuda
 import pytest
 
 import marlin_cutlass as mc
+from generator.arch import ARCHS
 from marlin_cutlass import dispatch
 from marlin_cutlass.errors import TableError, UnsupportedArchError
 
@@ -242,16 +243,22 @@ def test_a_device_takes_only_a_table_of_its_own(tmp_path, monkeypatch):
         dispatch.arch_for(8, 6)
     with pytest.raises(UnsupportedArchError, match="needs sm_80 or newer, found sm_75"):
         dispatch.arch_for(7, 5)
-    for capability in ((12, 0), (12, 1), (8, 7), (9, 1)):
-        with pytest.raises(UnsupportedArchError, match=r"run python build\.py --arch"):
+    with pytest.raises(UnsupportedArchError, match=r"run python build\.py --arch sm_120$"):
+        dispatch.arch_for(12, 0)
+    for capability in ((12, 1), (8, 7), (9, 1)):  # build.py would refuse these
+        with pytest.raises(UnsupportedArchError, match=r"not one of sm_80, .*, sm_120$"):
             dispatch.arch_for(*capability)
+
+
+def test_advice_to_build_is_what_build_takes():
+    assert tuple(ARCHS) == dispatch.BUILDABLE
 
 
 def test_the_launcher_says_the_same(fake, table):
     fake.launcher.set_built_archs(["sm_80", "sm_90a"])
     fake.launcher.add_table(table, 9, 0)
     call = ((1, 64, 128, 128), "f16", False, SMS)
-    for capability in ((8, 6), (7, 5), (12, 1)):
+    for capability in ((8, 0), (8, 6), (7, 5), (10, 0), (12, 0), (12, 1)):
         with pytest.raises(RuntimeError) as caught:
             fake.launcher.select(capability, *call)
         names = {"sm_80": None, "sm_90a": None}

@@ -23,6 +23,12 @@ std::string& built_archs() {
 }
 std::atomic<uint64_t> table_generation{1};
 
+// Names that build.py --arch takes, by capability; dispatch.BUILDABLE is the same list.
+const struct {
+  int capability;
+  const char* name;
+} kBuildable[] = {{80, "sm_80"}, {86, "sm_86"}, {89, "sm_89"}, {90, "sm_90a"}, {100, "sm_100"}, {120, "sm_120"}};
+
 const char* const kDtypeNames[] = {"float16", "bfloat16"};
 
 const char* kind_name(bool zeros, bool sparse) { return sparse ? ", 2:4 sparse" : zeros ? ", zero points" : ", symmetric"; }
@@ -87,8 +93,13 @@ std::shared_ptr<const Table> table_for(int major, int minor) {
     if (table->major == major && table->minor == minor) return table;
   const int capability = major * 10 + minor;
   if (capability < 80) failed("needs sm_80 or newer, found sm_", capability, " (kernels built for [", built_archs(), "])");
-  failed("kernels built for [", built_archs(), "], device sm_", capability, "; run python build.py --arch sm_", capability,
-         capability == 90 ? "a" : "");
+  std::string known;
+  for (const auto& arch : kBuildable) {
+    if (arch.capability == capability)
+      failed("kernels built for [", built_archs(), "], device sm_", capability, "; run python build.py --arch ", arch.name);
+    known += (known.empty() ? "" : ", ") + std::string(arch.name);
+  }
+  failed("kernels built for [", built_archs(), "], device sm_", capability, ", which is not one of ", known);
 }
 
 void set_built_archs(const std::string& text) {
