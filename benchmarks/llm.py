@@ -279,6 +279,10 @@ def main(
         if plot_file:
             console.print(f"plot: {plot(report, plot_file)}")
         return
+    if layers is None and not torch.cuda.is_available():
+        raise typer.BadParameter(
+            "no GPU here; use --replot with a recorded JSON, or --layers 1 to try it out on the CPU"
+        )
     options = {
         "models": chosen(models, list(MODELS), "models"),
         "kinds": chosen(kinds, KINDS, "kinds"),

@@ -144,7 +144,8 @@ def plan_shapes(
     if not plan.shapes:
         detail = "; ".join(plan.left_out)
         raise ValueError(
-            f"no shape to measure{': ' + detail if detail else ''}; give shapes NxK or models"
+            f"no shape to measure{': ' + detail if detail else ''}; give --shapes NxK,... or"
+            " --models NAME,..."
         )
     return plan
 

@@ -69,6 +69,8 @@ def check_metadata(metadata: Mapping[str, str] | None, where: str) -> dict[str, 
 
 def write_atomically(path: Path, write) -> None:
     """Call `write(temporary path)` and rename: readers see the old file or the whole new one."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: {path.parent} is not a folder")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

@@ -95,6 +95,8 @@ class QuantLinear(nn.Module):
         """Quantise an `nn.Linear`; `options` as in `marlin_cutlass.quantize`. The bias is kept."""
         from .quantize import quantize
 
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be a torch.nn.Linear, not {type(linear).__name__}")
         if linear.weight.dtype == torch.bfloat16:
             options.setdefault("scale_dtype", torch.bfloat16)
         weight = quantize(linear.weight.detach(), method, **options)

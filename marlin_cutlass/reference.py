@@ -58,6 +58,10 @@ def dequantize(w: PackedWeight, dtype: torch.dtype | None = None) -> Tensor:
     float32 for the product of the stored values without rounding to an activation dtype. Raises
     TypeError for any other dtype.
     """
+    if not isinstance(w, PackedWeight):
+        raise TypeError(
+            f"w must be a PackedWeight (see marlin_cutlass.pack), not {type(w).__name__}"
+        )
     dtype = w.dtype if dtype is None else dtype
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(

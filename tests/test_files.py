@@ -213,6 +213,12 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
 
 
+def test_a_missing_folder_is_named(tmp_path):
+    path = tmp_path / "absent" / "w.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"w\.safetensors: .*absent is not a folder"):
+        mc.save(weight(), path)
+
+
 def test_loaded_weight_multiplies(tmp_path):
     w = weight(act_order=True)
     mc.save(w, tmp_path / "w.safetensors")

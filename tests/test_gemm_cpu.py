@@ -128,6 +128,8 @@ def test_bad_bias_and_weight_are_refused():
         gemm(a, w, torch.zeros(96, dtype=torch.int64))
     with pytest.raises(TypeError, match="w must be a PackedWeight"):
         gemm(a, dequantize(w))
+    with pytest.raises(TypeError, match="w must be a PackedWeight"):
+        dequantize(dequantize(w))
 
 
 def test_a_forced_kernel_needs_a_gpu():

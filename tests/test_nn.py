@@ -60,6 +60,11 @@ def test_from_linear_keeps_bias_presence_and_dtype():
             assert float((y - linear(x)).float().norm() / linear(x).float().norm()) < 0.15
 
 
+def test_from_linear_refuses_a_bare_weight():
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Linear, not Tensor"):
+        QuantLinear.from_linear(torch.randn(96, 256))
+
+
 def test_buffers_not_parameters_and_canonical_state_dict():
     module = layer(act_order=True)
     assert list(module.parameters()) == []
