@@ -57,7 +57,7 @@ def normalised(scales, group_size: int) -> tuple[np.ndarray, np.ndarray]:
             exponent = int(np.floor(np.log2(largest))) + 7
             while float(np.float16(largest * 2.0**-exponent)) >= 2.0**-6:
                 exponent += 1
-            while largest * 2.0**-exponent < 2.0**-7:
+            while float(np.float16(largest * 2.0**-exponent)) < 2.0**-7:
                 exponent -= 1
         stored[:, column] = (values.astype(np.float64) * 2.0**-exponent).astype(np.float16)
         factor[column] = np.float32(2.0**exponent)
