@@ -11,23 +11,32 @@ Output goes to build/<arch>/: one cubin per variant and manifest.json. Exit stat
 from __future__ import annotations
 
 import fnmatch
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
 
-from generator import arch as archs
-from generator import compile as compiling
-from generator import legality, manifest, render, rows, space
-from generator.arch import Arch
-from generator.compile import Compiler, Job, Outcome, Record
-from generator.space import Entry
-from generator.toolchain import BuildError, default_jobs
-from generator.variant import FAMILIES, Variant
+    from generator import arch as archs
+    from generator import compile as compiling
+    from generator import legality, manifest, render, rows, space
+    from generator.arch import Arch
+    from generator.compile import Compiler, Job, Outcome, Record
+    from generator.space import Entry
+    from generator.toolchain import BuildError, default_jobs
+    from generator.variant import FAMILIES, Variant
+except ModuleNotFoundError as error:
+    print(
+        f"error: {sys.executable} has no {error.name}: run make install and use .venv/bin/python,"
+        ' or pip install -e ".[build]"',
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -242,7 +251,10 @@ def _builder(arch: Arch, entries: list[Entry], folder: Path) -> Builder:
 
 # ---- command line --------------------------------------------------------------------------------
 
-ARCH_HELP = "sm_80, sm_86, sm_89, sm_90a, native or all; repeatable. Default: the GPU's, else sm_86"
+ARCH_HELP = (
+    f"{', '.join(archs.ARCHS)}, native or all ({', '.join(archs.DEFAULT_ARCHS)}); repeatable. "
+    "Default: the GPU's, else sm_86"
+)
 FAMILY_HELP = f"only these kernel families ({', '.join(FAMILIES)}); repeatable"
 Strings = list[str] | None
 

@@ -97,6 +97,18 @@ def test_90_means_90a_with_a_notice(cli):
     assert run.stdout.startswith("sm_90a:")
 
 
+def test_help_lists_the_options_of_build(cli):
+    run = cli("--help")
+    assert run.returncode == 0 and "--filter" in run.stdout and "sm_120" in run.stdout
+
+
+def test_a_python_without_the_packages_is_told_what_to_do():
+    line = [sys.executable, "-S", str(ROOT / "build.py"), "--list"]  # -S: no site-packages
+    run = subprocess.run(line, capture_output=True, text=True)
+    assert run.returncode == 2 and "has no typer" in run.stderr
+    assert "make install" in run.stderr and "Traceback" not in run.stderr
+
+
 def test_dry_run_writes_nothing(cli):
     run = cli.build("--dry-run", "--only", ONE)
     assert run.returncode == 0 and f"would compile {ONE}" in run.stdout
