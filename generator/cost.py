@@ -101,7 +101,7 @@ def _estimate_hopper(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
         launch=hopper_cost.START_US,
         memory=traffic / (gpu.bandwidth * hopper_cost.STREAM_EFFICIENCY) * 1e6,
         compute=hopper_cost.hopper_compute_us(variant, work, gpu, factor),
-        fix_up=work.rounds * hopper_cost.TILE_US + work.fix_up,
+        fix_up=work.fix_up,
         waves=work.rounds,
         overlap_loss=hopper_cost.OVERLAP_LOSS,
     )

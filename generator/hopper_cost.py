@@ -1,9 +1,9 @@
 """Time of a Hopper launch on the busiest SM: the fitted part of the cost model.
 
-Constants: least squares (soft L1 on the log ratio) over 2300 timings of 67 geometries, weights from
+Constants: least squares (soft L1 on the log ratio) over 2300 timings of 70 geometries, weights from
 1024 x 1024 to 57344 x 8192, M = 8..2048, NVIDIA H200, 2026-11-29, mean of times with and without
-dependent launch. Median error 7 %. Choosing by it costs 3 % on average and 46 % at worst against
-the best measured geometry; 0.3 % on average if the first three are measured.
+dependent launch. Median error 5 %. Choosing by it costs 3.5 % on average and 30 % at worst against
+the best measured geometry; 0.4 % on average if the first three are measured.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
 from generator.variant import Variant
 
 START_US = 2.6  # gap between kernels and first data
-OVERLAP_LOSS = 0.0125  # share of the shorter of (memory, compute) that does not hide
+OVERLAP_LOSS = 0.0134  # share of the shorter of (memory, compute) that does not hide
 STREAM_EFFICIENCY = 0.99  # of the measured bandwidth, inside the main loop
 # Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile.
 PIECE_CYCLES = {
-    8: 85.0,
-    16: 104.0,
-    24: 119.0,
-    32: 133.0,
-    48: 170.0,
-    64: 196.0,
-    96: 288.0,
-    128: 345.0,
-    192: 488.0,
-    256: 606.0,
+    8: 100.0,
+    16: 114.6,
+    24: 121.0,
+    32: 127.4,
+    48: 165.0,
+    64: 190.1,
+    96: 273.9,
+    128: 320.8,
+    192: 458.5,
+    256: 626.0,
 }
-LONE_WARPGROUP, TWO_WARPGROUPS = 1.28, 1.06  # too few warps to hide latency; fades above m_tile 64
-TILE_US = 0.70  # epilogue of a tile, not overlapped
-K_GROUPS_US = 0.62  # sum over k groups in shared memory
-CLUSTER_US = 0.76  # sum over a cluster
-RANGES_US, RANGES_PER_FLOAT = 1.67, 1.2e-4  # stream-K: partial tiles through L2
+L2_BYTES_PER_CLOCK = 39.4  # into one SM: weights, and activations once per tile of columns
+PIECE_WEIGHT_BYTES = 2112
+LONE_WARPGROUP, TWO_WARPGROUPS = 1.32, 1.06  # too few warps to hide latency; fades above m_tile 64
+CLUSTER_US = 1.32  # sum over a cluster
+RANGES_US, RANGES_PER_FLOAT = 2.92, 4e-5  # stream-K: partial tiles through L2, for each sharer
+HYBRID_US = 1.33
 # Hybrid without whole blocks: nothing hides the sum over the CTAs that share a block.
-LONE_PASS_US, LONE_PASS_PER_ROW_AND_SHARER = 2.43, 0.0029
+LONE_PASS_US, LONE_PASS_PER_ROW_AND_SHARER = 2.11, 0.0052
 CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
 
 
@@ -57,7 +58,9 @@ def hopper_compute_us(variant: Variant, work: Work, gpu: Gpu, format_factor: flo
     if variant.m_tile >= 96:
         factor = 1 + (factor - 1) * (0.35 if work.warpgroups < 1.5 else 0.0)
     dequantisation = 40.0 * (format_factor - 1) if variant.m_tile <= 64 else 0.0
-    cycles = PIECE_CYCLES[variant.m_tile] * factor + dequantisation
+    activations = variant.m_tile * 128 * BLOCK_COLUMNS // variant.n_sm / variant.multicast
+    traffic = (activations + PIECE_WEIGHT_BYTES) / L2_BYTES_PER_CLOCK
+    cycles = max(PIECE_CYCLES[variant.m_tile] * factor + dequantisation, traffic)
     return work.pieces * cycles / gpu.clock * 1e6
 
 
@@ -68,22 +71,21 @@ def hopper_work(problem: ProblemShape, v: Variant, gpu: Gpu) -> Work:
     tile_pieces = slots * k_steps * v.k_sm / 64
     tiles = ceil_div(blocks, slots * v.multicast) * v.multicast * m_tiles
     warpgroups = v.warps_n * v.warps_k
-    k_groups = K_GROUPS_US if v.warps_k > 1 else 0.0
     if v.decomposition == "hybrid":
         return _hybrid(v, blocks, slots, m_tiles, k_steps, gpu)
     if v.decomposition == "stream_k":
         rounds = max(1.0, tiles / gpu.sms)
-        fix_up = RANGES_US + RANGES_PER_FLOAT * v.m_tile * v.n_sm
-        return Work(tiles * tile_pieces / gpu.sms, rounds, warpgroups, fix_up + rounds * k_groups)
+        sharers = max(1.0, gpu.sms / tiles)
+        fix_up = RANGES_US + RANGES_PER_FLOAT * v.m_tile * v.n_sm * sharers
+        return Work(tiles * tile_pieces / gpu.sms, rounds, warpgroups, fix_up)
     if v.decomposition == "split_k":
         clusters = gpu.sms * v.ctas_per_sm // v.split
         clusters = int(clusters * CLUSTERS_OF_FOUR) if v.split == 4 else clusters
         rounds = ceil_div(tiles, max(1, clusters))
-        per_round = CLUSTER_US + k_groups
-        return Work(rounds * tile_pieces / v.split, rounds, warpgroups, rounds * per_round)
+        return Work(rounds * tile_pieces / v.split, rounds, warpgroups, rounds * CLUSTER_US)
     ctas = gpu.sms * v.ctas_per_sm // v.multicast * v.multicast
     rounds = ceil_div(tiles, ctas)
-    return Work(rounds * tile_pieces * v.ctas_per_sm, rounds, warpgroups, rounds * k_groups)
+    return Work(rounds * tile_pieces * v.ctas_per_sm, rounds, warpgroups, 0.0)
 
 
 def _hybrid(v: Variant, blocks: int, slots: int, m_tiles: int, k_steps: int, gpu: Gpu) -> Work:
@@ -95,7 +97,7 @@ def _hybrid(v: Variant, blocks: int, slots: int, m_tiles: int, k_steps: int, gpu
     passes = full + (whole + left > 0)
     if full or whole:
         busy = slots if full else min(slots, whole + share / k_steps)
-        return Work(m_tiles * pieces, m_tiles * passes, busy, 0.0)
+        return Work(m_tiles * pieces, m_tiles * passes, busy, HYBRID_US)
     sharers = grid / max(1, left)
     lone = LONE_PASS_US + LONE_PASS_PER_ROW_AND_SHARER * v.m_tile * sharers
-    return Work(m_tiles * pieces, m_tiles * passes, 1.0, m_tiles * lone)
+    return Work(m_tiles * pieces, m_tiles * passes, 1.0, HYBRID_US + m_tiles * lone)

@@ -24,6 +24,8 @@ DEFAULT_FORMAT: Format = ("f16", False, 128)
 # How far from a measured shape a measurement still decides. Along n the number of tiles against the
 # number of SMs matters, along k hardly anything does.
 REACH_N = 1.12
+FEW_ROWS = 64
+REACH_N_TENSOR = 1.015  # with more rows a tile more or less can be a wave more or less
 REACH_K = 1.5
 REACH_M = 2  # a measurement at m decides for m / 2 < rows <= m, down to the next measured m
 
@@ -110,7 +112,11 @@ def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> 
         for n in (ns := sorted({x.n for x in mine})):
             for k in (ks := sorted({x.k for x in mine if x.n == n})):
                 here = sorted((x for x in mine if (x.n, x.k) == (n, k)), key=lambda x: x.m)
-                rows += _shape_rows(here, _around(n, ns, REACH_N), _around(k, ks, REACH_K))
+                few = [x for x in here if x.m <= FEW_ROWS]
+                many, before = here[len(few) :], few[-1].m if few else 0
+                depth = _around(k, ks, REACH_K)
+                rows += _shape_rows(few, _around(n, ns, REACH_N), depth, 0)
+                rows += _shape_rows(many, _around(n, ns, REACH_N_TENSOR), depth, before)
     return rows
 
 
@@ -124,9 +130,13 @@ def _fastest(measurements: list[Measurement], variants: frozenset[str]) -> list[
     return list(best.values())
 
 
-def _shape_rows(here: list[Measurement], n: Range, k: Range) -> Iterator[DispatchRow]:
-    """Rows of one measured (n, k); neighbours in m with the same winner become one."""
-    previous, pending = 0, None
+def _shape_rows(
+    here: list[Measurement], n: Range, k: Range, previous: int
+) -> Iterator[DispatchRow]:
+    """Rows of one measured (n, k); neighbours in m with the same winner become one. Measured m
+    begin behind `previous`.
+    """
+    pending = None
     for x in here:
         lo = 0 if previous == 0 and x.m <= 16 else max(previous, x.m // REACH_M) + 1
         previous = x.m
@@ -156,23 +166,14 @@ def _around(x: int, all_x: list[int], reach: float) -> Range:
 
 # Upper bounds of the cells for which the model is asked, at their upper corner. Steps in n follow
 # the number of tiles.
-M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
-N_STEPS = (
+M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+N_STEPS = (256, 512, *range(1024, 6145, 1024), *range(8192, 16385, 2048), 22528, 28672)
+# Hopper tiles are large and its SMs many: waves, and with them the choice, change in finer steps.
+N_STEPS_HOPPER = (
     256,
-    512,
-    1024,
-    2048,
-    3072,
-    4096,
-    5120,
-    6144,
-    8192,
-    10240,
-    12288,
-    14336,
-    16384,
-    22528,
-    28672,
+    *range(512, 8192, 512),
+    *range(8192, 16384, 1024),
+    *range(16384, 32769, 2048),
 )
 K_STEPS = (1024, 2048, 4096, 8192)
 BEYOND = {"m": 4096, "n": 57344, "k": 16384}  # what stands for everything larger
@@ -193,11 +194,12 @@ def model_rows(
     """
     gpu = reference_gpu(arch, sms)
     variants = [g.with_format(*fmt) for g in geometries]
+    n_steps = N_STEPS_HOPPER if variants[0].family == "hopper" else N_STEPS
     columns = []  # per m: choices over (n, k)
     for m_range, m in _cells(M_STEPS, BEYOND["m"], 0):
         for k_range, k in _cells(K_STEPS, BEYOND["k"], 1):
             choice = None
-            for n_range, n in _cells(N_STEPS, BEYOND["n"], 1):
+            for n_range, n in _cells(n_steps, BEYOND["n"], 1):
                 problem = ProblemShape(m, n, k, fmt[2], fmt[0], fmt[1], variants[0].sparse)
                 choice = _cheapest(problem, variants, gpu, choice)
                 columns.append((m_range, n_range, k_range, choice.geometry().name))
