@@ -99,7 +99,8 @@ def test_lazy_views_of_complex_numbers_are_read_right():
         ({"group_size": 100}, ValueError, "group_size=100"),
         ({"has_zeros": True}, ValueError, "needs"),
         ({"n": -96}, ValueError, "at least 1"),
-        ({"n": 2**62}, ValueError, "needs"),
+        ({"n": 2**62}, ValueError, r"below 2\^31"),
+        ({"n": 2**30}, ValueError, "needs"),
         ({"n": 96.0}, RuntimeError, "'n'"),
         ({"k": "256"}, RuntimeError, "'k'"),
         ({"packed": W.packed[:-1]}, ValueError, "packed has shape"),
@@ -238,6 +239,25 @@ def test_more_rows_than_a_launch_can_have(launcher):
     with pytest.raises(ValueError, match=r"M=2147483648 must be below 2\^31"):
         OPERATOR.gemm_out(*arguments, out, -1)
     assert launcher.record.launches == 0
+
+
+def test_the_workspace_of_a_call_is_bounded(fake, tmp_path):
+    """Partial sums of a hybrid kernel grow with the row tiles: many rows take several launches of
+    the same kernel, equal ones, and the workspace stays within 512 MiB."""
+    entry = fake_cuda.kernel("hopper", decomposition="hybrid", n_sm=256)
+    small = fake_cuda.kernel("hopper", m_tile=8)
+    rows = [fake_cuda.row(small, m=(0, 7000)), fake_cuda.row(entry)]
+    folder = fake_cuda.write_table(tmp_path, [entry, small], rows)
+    table = dispatch.load_table(folder)
+    fake.launcher.add_table(table, 9, 0)
+    fake.compute(False)
+    tiles = 1200
+    whole = dispatch.schedule(table.kernels[0], 16 * tiles, N, K, 132)
+    assert whole.partials * 4 > 1 << 30
+    OPERATOR.gemm(*form(a=A[:1].expand(16 * tiles, K)))
+    assert fake.record.launches == 3 and fake.record.m == 16 * tiles // 3
+    assert fake.last_kernel == entry["name"]  # though the table has another for 6400 rows
+    assert fake.record.allocated_bytes < 513 << 20
 
 
 def test_the_output_may_not_lie_over_the_activations(launcher):

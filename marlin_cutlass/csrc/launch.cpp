@@ -103,6 +103,7 @@ struct PlanCache {
   uint64_t generation = 0;
   std::unordered_map<Key, Plan, KeyHash> plans;
 };
+constexpr int64_t kMaxPartials = int64_t{1} << 27;  // floats (512 MiB) of workspace that a stream or a graph may hold
 constexpr size_t kMaxPlans = 1 << 16;  // a server that meets every row count stays far below
 
 // Grid, block, shared memory and attributes of a launch; `attributes` has room for two.
@@ -136,19 +137,26 @@ int64_t resident_ctas(const Plan& p, int sms) {
   return int64_t{count} * sms;
 }
 
+// Rows of a launch whose partial sums stay within kMaxPartials: those of a hybrid kernel grow with the row tiles. Equal launches, whole tiles.
+int64_t rows_that_fit(const Plan& p) {
+  const int64_t launches = ceil_div(p.schedule.partials, kMaxPartials);
+  return launches <= 1 ? INT32_MAX : ceil_div(p.schedule.m_tiles, launches) * p.variant->fields.m_tile;
+}
+
 Plan make_plan(const Call& call) {
   const DeviceState& device = device_state(call.device);
   const std::shared_ptr<const Table> table = table_for(device.major, device.minor);
   const Choice choice{call.m, call.n, call.k, call.group_size, call.dtype, device.sms, call.zeros != 0, call.sparse != 0, call.variant};
   Plan p;
-  p.variant = table->variants[select(*table, choice)].get();
+  p.index = select(*table, choice);
+  p.variant = table->variants[p.index].get();
   p.context = device.context;
   p.schedule = make_schedule(p.variant->fields, call.m, call.n, call.k, device.sms);
   if (p.schedule.grid > INT32_MAX) invalid("M=", call.m, ", N=", call.n, ": ", p.schedule.grid, " blocks exceed a grid; split the rows");
   p.k_multiple = p.variant->hopper() ? 64 : 8;
   // Shares of k that depend on the number of row tiles do not within one row tile.
   const bool by_tile = call.variant == kBatchInvariant && !is_batch_invariant(p.variant->fields);
-  p.rows_per_launch = by_tile ? p.variant->fields.m_tile : INT32_MAX;
+  p.rows_per_launch = by_tile ? p.variant->fields.m_tile : rows_that_fit(p);
   driver::ContextGuard guard(device.context);
   p.function = kernel(*p.variant, call.device);
   if (waits_across_ctas(p.variant->fields)) {  // a launch whose blocks wait for one that never starts would never end

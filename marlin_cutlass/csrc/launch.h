@@ -28,6 +28,7 @@ struct Call {
 // What is known about a call before its operands: the kernel and its launch-time numbers. Valid until the tables change.
 struct Plan {
   const Variant* variant;
+  int64_t index;  // of the variant in its table
   driver::Function function;
   driver::Context context;
   Schedule schedule;

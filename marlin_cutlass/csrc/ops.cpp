@@ -297,9 +297,10 @@ void check_operands(Arguments& x, const Operand& a, const Operand& packed, const
 }
 
 // Launches `step` rows at a time. A and C hold two bytes per element.
-void launch_by_rows(const Call& whole, int64_t step) {
+void launch_by_rows(const Call& whole, int64_t variant, int64_t step) {
   for (int64_t row = 0; row < whole.m; row += step) {
     Call part = whole;
+    part.variant = variant;  // whatever the table chooses for fewer rows
     part.m = std::min(step, whole.m - row);
     part.a = static_cast<const char*>(whole.a) + row * whole.lda * 2;
     part.c = static_cast<char*>(whole.c) + row * whole.ldc * 2;
@@ -332,7 +333,7 @@ void multiply(const Arguments& x, const Operand& a, const Operand& packed, const
   call.k = activations.k;
   call.stream = current_stream(a.device);
   if (rows <= chosen.rows_per_launch) launch(chosen, call);
-  else launch_by_rows(call, chosen.rows_per_launch);
+  else launch_by_rows(call, chosen.index, chosen.rows_per_launch);
 }
 
 Tensor gemm(const Tensor& a, const Tensor& packed, const Tensor& col_scale, const std::optional<Tensor>& bias,
