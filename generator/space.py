@@ -60,7 +60,6 @@ HOPPER = (
     Row("m8_n64k256_w1x4_p8_split2_c1", SYM128, "few columns: four k groups in each CTA of two"),
     Row("m8_n64k256_w1x4_p8_split4_c1", SYM128, "1-8, fewer columns: four CTAs split K"),
     Row("m8_n64k256_w1x4_p8_dp_c1", SYM128, "1-8, one 64-wide tile a SM"),
-    Row("m8_n128k512_w2x2_p4_dp_c1", SYM128, "1-8, two k groups, longer copies"),
     # batch 9..16
     Row("m16_n256k256_w4x1_p4_dp_c1", SYM128, "9-16, wide N, tiles just under one a SM"),
     Row("m16_n256k256_w4x1_p4_hybrid_c1", ALL, "9-16, wide N, every format", TILE_LOOP_SPILL),
@@ -70,8 +69,6 @@ HOPPER = (
     Row("m16_n64k256_w1x4_p8_split2_c1", ALL, "few columns, every format"),
     Row("m16_n64k256_w1x4_p8_split4_c1", SYM128, "9-16, fewer columns: four CTAs split K"),
     Row("m16_n64k256_w1x4_p8_dp_c1", SYM128, "9-16, one 64-wide tile a SM"),
-    Row("m16_n128k512_w2x2_p4_dp_c1", SYM128, "9-16, two k groups, longer copies"),
-    Row("m16_n256k512_w4x1_p2_hybrid_c1", SYM128, "wide N, longer copies", TILE_LOOP_SPILL),
     # batch 17..32
     Row("m32_n256k256_w4x1_p4_dp_c1", SYM128, "17-32, wide N, tiles just under one a SM"),
     Row("m32_n256k256_w4x1_p4_hybrid_c1", SYM128, "wide N: equal columns", TILE_LOOP_SPILL),
@@ -98,7 +95,6 @@ HOPPER = (
     Row("m128_n256k128_w2x1_p4_streamk_c1", SYM128, "ragged: equal shares of K"),
     Row("m128_n128k128_w2x1_p4_split2_c1", SYM128, "few tiles: a cluster splits K"),
     Row("m128_n128k128_w2x1_p5_dp_c1_mc2", SYM128, "a wave that large tiles leave half empty"),
-    Row("m128_n64k128_w1x2_p4_dp_c1", SYM128, "few columns, many rows"),
     Row("m128_n128k128_w2x1_p5_hybrid_c1_mc2", ALL, "97-128, equal columns, every format"),
     Row("m192_n128k128_w2x1_p3_dp_c1_mc2", SYM128, "row counts that 256 wastes"),
     Row("m192_n128k128_w2x1_p3_hybrid_c1_mc2", SYM128, "129-192, equal columns"),
