@@ -394,7 +394,7 @@ def test_a_full_device_says_what_was_asked_for(streamk):
 @pytest.mark.parametrize(
     ("symbol", "text"),
     [
-        ("cuLaunchKernelEx", "cuLaunchKernelEx failed.*kernel w4a16_hopper.*M=1, N=96, K=256"),
+        ("cuLaunchKernelEx", "cuLaunchKernelEx failed.*kernel w4a16_hopper.*M=13, N=96, K=256"),
         ("cuModuleLoadData", "cuModuleLoadData failed.*kernel w4a16_hopper.*cubin"),
         ("cuFuncSetAttribute", "asks for 65536 bytes of shared memory"),
         ("cuTensorMapEncodeTiled", "cuTensorMapEncodeTiled failed.*row stride 256"),
@@ -402,7 +402,9 @@ def test_a_full_device_says_what_was_asked_for(streamk):
 )
 def test_driver_errors_name_the_kernel_and_pass(fake, kernels, symbol, text):
     kernels("hopper")
-    w, a = weight(), torch.randn(1, 256).half()
+    # Thirteen rows as nowhere else: a descriptor of an earlier test at the same address would be
+    # reused, not encoded.
+    w, a = weight(), torch.randn(13, 256).half()
     fake.fail(symbol)
     with pytest.raises(RuntimeError, match=text):
         gemm(a, w)
