@@ -383,7 +383,8 @@ HOLDER = r"""
 #else
 #define IN_CLUSTERS
 #endif
-extern "C" __global__ void IN_CLUSTERS hold(volatile int* stop, int* started, long long nanoseconds) {
+extern "C" __global__ void IN_CLUSTERS
+hold(volatile int* stop, int* started, long long nanoseconds) {
   unsigned long long begin, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
   if (threadIdx.x == 0) atomicAdd_system(started, 1);
