@@ -122,7 +122,9 @@ def main(
     group_size: Annotated[int, typer.Option(help="weight group size")] = 128,
     json_path: Annotated[Path, typer.Option("--json", help="record")] = Path("results/peers.json"),
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG")] = Path("results/peers.png"),
-    replot: Annotated[Path | None, typer.Option(help="a recorded JSON; measures nothing")] = None,
+    replot: Annotated[
+        Path | None, typer.Option(exists=True, help="a recorded JSON; measures nothing")
+    ] = None,
 ) -> None:
     """Time ours and its peers on this GPU, or show a recorded run again."""
     try:

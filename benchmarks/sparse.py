@@ -255,7 +255,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="fp16 or bf16")] = "fp16",
     group_size: Annotated[int, typer.Option(help="64, 128 or -1")] = 128,
     json_path: Annotated[Path, typer.Option("--json", help="record")] = Path("results/sparse.json"),
-    replot: Annotated[Path | None, typer.Option(help="a recorded JSON; measures nothing")] = None,
+    replot: Annotated[
+        Path | None, typer.Option(exists=True, help="a recorded JSON; measures nothing")
+    ] = None,
 ) -> None:
     """Time dense and 2:4-sparse INT4 and torch's sparse fp16 on this GPU."""
     try:

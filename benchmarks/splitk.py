@@ -143,7 +143,9 @@ def main(
     budget: Annotated[float | None, typer.Option(help="seconds; stops cleanly")] = None,
     json_path: Annotated[Path, typer.Option("--json", help="record")] = Path("results/splitk.json"),
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG")] = Path("results/splitk.png"),
-    replot: Annotated[Path | None, typer.Option(help="a recorded JSON; measures nothing")] = None,
+    replot: Annotated[
+        Path | None, typer.Option(exists=True, help="a recorded JSON; measures nothing")
+    ] = None,
 ) -> None:
     """Time our decompositions and their peers on the SplitK paper's grid."""
     try:

@@ -91,9 +91,10 @@ def explain(
     a kernel.
     """
     group_size = group_size if g is None else g
+    for name, size in (("m", m), ("n", n), ("k", k)):
+        if not isinstance(size, int):
+            raise TypeError(f"{name}={size!r} must be an int")
     check_sizes(k, n, group_size)
-    if not isinstance(m, int):
-        raise TypeError(f"m={m!r} must be an int")
     if m < 0:
         raise ValueError(f"m={m} is negative")
     if sms is not None and sms < 1:

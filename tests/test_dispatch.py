@@ -329,6 +329,10 @@ def test_explain_without_a_kernel_says_why(built):
     ]:
         with pytest.raises(ValueError, match=text):
             mc.explain(8, 1536, 1024, **{"arch": 90, **bad})
+    with pytest.raises(TypeError, match="n='1536' must be an int"):
+        mc.explain(8, "1536", 1024, arch=90)
+    with pytest.raises(ValueError, match="sms=0 must be at least 1"):
+        mc.explain(8, 1536, 1024, arch=90, sms=0)
 
 
 def test_build_info_lists_tables_tools_and_settings(built, monkeypatch, tmp_path):

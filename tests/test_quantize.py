@@ -101,6 +101,13 @@ def test_packing_loses_nothing():
             assert torch.equal(exact, q.dequantize())
 
 
+def test_a_parameter_is_quantised_without_its_graph(recwarn):
+    weight = torch.nn.Linear(256, 96).weight
+    packed = mc.quantize(weight)
+    assert packed == mc.quantize(weight.detach()) and not packed.col_scale.requires_grad
+    assert not recwarn.list
+
+
 def test_all_positive_weights_use_the_whole_range():
     # 36: q in 8..23 clamped to 15 lost half the range.
     w = torch.linspace(0.5, 1.0, 128 * 8).view(8, 128)

@@ -66,6 +66,7 @@ def quantize_weight(
 ) -> QuantizedWeight:
     """Quantise `weight` [N, K] (torch's out, in) to codes; arguments as in `quantize`."""
     check_weight(weight)
+    weight = weight.detach()  # a Parameter too
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown: one of {', '.join(METHODS)}")
     if method == "rtn":

@@ -194,6 +194,8 @@ def quantize_model(
     Repeated blocks that feed each other are run one at a time on cached hidden states (kept on the
     CPU); other models are run whole, up to 2 GiB of second moments at a time. Returns the report.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if method not in ("rtn", "gptq"):
         raise ValueError(f"method={method!r} is unknown: one of rtn, gptq")
     report = ModelReport()
