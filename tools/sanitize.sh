@@ -1,0 +1,44 @@
+#!/bin/sh
+# compute-sanitizer over one small multiply for each family, decomposition and row tile of the table.
+#   tools/sanitize.sh                          memcheck, racecheck, synccheck and initcheck
+#   tools/sanitize.sh -t memcheck -s 60        one tool, at most 60 s of cases
+#   tools/sanitize.sh -k '*_streamk_*'         kernels whose name matches
+# -s is the time of the cases of each tool (default 60); starting up under a tool adds some 20 s.
+# Exit status: 0 clean, 1 a tool complains or a result is wrong, 2 the tool cannot run here.
+set -u
+tools="memcheck racecheck synccheck initcheck" seconds=60 pattern='*' python=${PYTHON:-python3}
+while getopts t:s:k:p: option; do
+  case $option in
+    t) tools=$OPTARG ;;
+    s) seconds=$OPTARG ;;
+    k) pattern=$OPTARG ;;
+    p) python=$OPTARG ;;
+    *) sed -n '2,7p' "$0"; exit 2 ;;
+  esac
+done
+cd "$(dirname "$0")/.." || exit 2
+sanitizer=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}
+if [ ! -x "$sanitizer" ]; then
+  echo "compute-sanitizer was not found: set SANITIZER to its path" >&2
+  exit 2
+fi
+# Each tensor has its own allocation, so that memcheck sees where it ends.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. MARLIN_CUTLASS_JIT=0
+status=0
+for tool in $tools; do
+  log=$(mktemp)
+  echo "== $tool"
+  # shellcheck disable=SC2086
+  timeout $((seconds + 180)) "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \
+    --target-processes application-only --kernel-name kernel_substring=w4a16_ \
+    "$python" tools/sanitize_cases.py --filter "$pattern" --seconds "$seconds" >"$log" 2>&1
+  code=$?
+  grep -E '^========= (ERROR SUMMARY|RACECHECK SUMMARY)|^wrong|cases, ' "$log"
+  if [ $code -ne 0 ]; then
+    echo "$tool: exit status $code; its last lines:"
+    tail -n 40 "$log"
+    status=1
+  fi
+  rm -f "$log"
+done
+exit $status
