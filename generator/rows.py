@@ -21,11 +21,9 @@ DEFAULT_FORMAT: Format = ("f16", False, 128)
 
 # ---- rows from measurements ----------------------------------------------------------------------
 
-# How far from a measured shape a measurement still decides. Along n the number of tiles against the
-# number of SMs matters, along k hardly anything does.
-REACH_N = 1.12
-FEW_ROWS = 64
-REACH_N_TENSOR = 1.015  # with more rows a tile more or less can be a wave more or less
+# How far from a measured shape a measurement still decides. Along n hardly at all, since a tile
+# more can be a wave more; along k little changes.
+REACH_N = 1.02
 REACH_K = 1.5
 REACH_M = 2  # a measurement at m decides for m / 2 < rows <= m, down to the next measured m
 
@@ -112,11 +110,7 @@ def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> 
         for n in (ns := sorted({x.n for x in mine})):
             for k in (ks := sorted({x.k for x in mine if x.n == n})):
                 here = sorted((x for x in mine if (x.n, x.k) == (n, k)), key=lambda x: x.m)
-                few = [x for x in here if x.m <= FEW_ROWS]
-                many, before = here[len(few) :], few[-1].m if few else 0
-                depth = _around(k, ks, REACH_K)
-                rows += _shape_rows(few, _around(n, ns, REACH_N), depth, 0)
-                rows += _shape_rows(many, _around(n, ns, REACH_N_TENSOR), depth, before)
+                rows += _shape_rows(here, _around(n, ns, REACH_N), _around(k, ks, REACH_K))
     return rows
 
 
@@ -130,13 +124,9 @@ def _fastest(measurements: list[Measurement], variants: frozenset[str]) -> list[
     return list(best.values())
 
 
-def _shape_rows(
-    here: list[Measurement], n: Range, k: Range, previous: int
-) -> Iterator[DispatchRow]:
-    """Rows of one measured (n, k); neighbours in m with the same winner become one. Measured m
-    begin behind `previous`.
-    """
-    pending = None
+def _shape_rows(here: list[Measurement], n: Range, k: Range) -> Iterator[DispatchRow]:
+    """Rows of one measured (n, k); neighbours in m with the same winner become one."""
+    previous, pending = 0, None
     for x in here:
         lo = 0 if previous == 0 and x.m <= 16 else max(previous, x.m // REACH_M) + 1
         previous = x.m
@@ -166,18 +156,19 @@ def _around(x: int, all_x: list[int], reach: float) -> Range:
 
 # Upper bounds of the cells for which the model is asked, at their upper corner. Steps in n follow
 # the number of tiles.
-M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 N_STEPS = (256, 512, *range(1024, 6145, 1024), *range(8192, 16385, 2048), 22528, 28672)
 # Hopper tiles are large and its SMs many: waves, and with them the choice, change in finer steps.
 N_STEPS_HOPPER = (
-    256,
-    *range(512, 8192, 512),
+    *range(256, 2048, 256),
+    *range(2048, 8192, 512),
     *range(8192, 16384, 1024),
-    *range(16384, 32769, 2048),
+    *range(16384, 40961, 2048),
+    49152,
 )
 K_STEPS = (1024, 2048, 4096, 8192)
 BEYOND = {"m": 4096, "n": 57344, "k": 16384}  # what stands for everything larger
-TOLERANCE = 1.03  # a cell takes its neighbour's geometry if that costs at most this much more
+TOLERANCE = 1.04  # a cell takes its neighbour's geometry if that costs at most this much more
 
 
 def _cells(steps: tuple[int, ...], beyond: int, lowest: int) -> list[tuple[Range, int]]:

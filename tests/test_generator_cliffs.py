@@ -1,0 +1,65 @@
+"""The shipped sm_90a table on shapes that nobody measured: close to the model's best, no cliffs.
+
+Times are the cost model's: what is tested is the table, its steps and the reach of measurements.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from generator.arch import ARCHS, GPUS
+from generator.cost import estimate
+from generator.dispatch import DispatchTable
+from generator.problem import ProblemShape
+from generator.rows import build_table
+from generator.space import default_space
+from generator.variant import Variant
+
+SMS = 132
+STEP = 1.4  # from one m, n or k to the next; measured cliffs are tune --check's business
+SHAPES = 120
+
+
+@pytest.fixture(scope="module")
+def hopper() -> tuple[DispatchTable, list[Variant]]:
+    variants = [entry.variant for entry in default_space(ARCHS["sm_90a"])]
+    default = [v for v in variants if (v.dtype, v.zeros, v.group_size) == ("f16", False, 128)]
+    return build_table(ARCHS["sm_90a"], variants), default
+
+
+def time_of(table: DispatchTable, m: int, n: int, k: int) -> float:
+    problem = ProblemShape(m, n, k)
+    return estimate(problem, table.select(problem, SMS)[0], GPUS["H200"]).total
+
+
+def shapes() -> list[tuple[int, int, int]]:
+    draw = random.Random(20261129)
+    return [
+        (
+            int(2 ** draw.uniform(0, 12)),
+            draw.randrange(512, 40000, 8),
+            draw.randrange(512, 20000, 128),
+        )
+        for _ in range(SHAPES)
+    ]
+
+
+def test_the_choice_is_near_the_models_best(hopper):
+    table, variants = hopper
+    ratios = []
+    for shape in shapes():
+        problem = ProblemShape(*shape)
+        best = min(estimate(problem, v, GPUS["H200"]).total for v in variants)
+        ratios.append(time_of(table, *shape) / best)
+    ratios.sort()
+    assert sum(ratios) / SHAPES < 1.05 and ratios[int(0.95 * SHAPES)] < 1.2, ratios[-8:]
+
+
+def test_no_cliff_from_one_step_to_the_next(hopper):
+    table, _ = hopper
+    for m, n, k in shapes():
+        here = time_of(table, m, n, k)
+        for step in ((m + 1, n, k), (m, n + 64, k), (m, n, k + 128)):
+            assert time_of(table, *step) <= STEP * here, (m, n, k, step)
