@@ -195,14 +195,18 @@ class Builder:
     def publish(self, entries: list[Entry], keep_others: bool) -> int:
         """Writes the manifest over everything that is up to date; returns how many that are.
 
-        With `keep_others`, what an earlier build listed stays if its cubin is still current.
+        What an earlier build listed of families that this one did not build stays if its cubin is
+        still current; with `keep_others`, of all families.
         """
         listed = {e.variant.name: e for e in entries}
-        for name in manifest.listed_names(self.folder) if keep_others else ():
+        families = {e.variant.family for e in entries}
+        for name in manifest.listed_names(self.folder):
             try:
-                listed.setdefault(name, named(name, self.arch))
+                earlier = named(name, self.arch)
             except ValueError:  # malformed, or no longer legal
                 continue
+            if keep_others or earlier.variant.family not in families:
+                listed.setdefault(name, earlier)
         records = ((entry, self.cached(entry)) for entry in listed.values())
         built = [(entry, record) for entry, record in records if record is not None]
         variants = [entry.variant for entry, _ in built]

@@ -185,6 +185,15 @@ def test_partial_builds_add_up(cli):
     _check_dispatch(cli.manifest())
 
 
+def test_a_plain_build_keeps_other_families(cli):
+    sparse = space.default_space(ARCHS["sm_86"], ("sparse",))[0].variant.name
+    assert cli.build("--only", sparse).returncode == 0
+    assert cli.names() == [sparse]
+    assert cli.build().returncode == 0
+    declared = [e.variant.name for e in space.default_space(ARCHS["sm_86"])]
+    assert sorted(cli.names()) == sorted([sparse, *declared])
+
+
 def test_a_lost_cubin_leaves_the_manifest(cli):
     cli.build("--only", ONE)
     (cli.folder / "out" / "sm_86" / f"{ONE}.cubin").unlink()
