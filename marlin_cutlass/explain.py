@@ -139,7 +139,7 @@ def _device(arch: str | int | tuple[int, int] | None) -> tuple[tuple[int, int], 
         capability = (properties.major, properties.minor)
         name = f"sm_{capability[0]}{capability[1]}"
         return capability, name, properties.multi_processor_count
-    if isinstance(arch, tuple):
+    if isinstance(arch, tuple) and len(arch) == 2:
         arch = f"{arch[0]}{arch[1]}"
     match = re.fullmatch(r"(?:sm_)?(\d{1,2})(\d)a?", str(arch))
     if match is None:

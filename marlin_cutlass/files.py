@@ -147,7 +147,8 @@ def open_file(path: str | Path, device: str | torch.device = "cpu"):
     """`safe_open` with an error that names the file instead of the parser's position."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
+        what = "is not a regular file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"{path} {what}")
     try:
         return safe_open(path, "pt", device=str(device))
     except SafetensorError as error:

@@ -19,6 +19,7 @@ word wraps around:
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple
 
 LAYOUT_VERSION = 1
@@ -70,6 +71,9 @@ def stored_group_size(group_size: int) -> int:
 def check_sizes(k: int, n: int, group_size: int) -> None:
     """Raises ValueError unless a K x N weight with this group size can be packed."""
     sizes = f"K={k}, N={n}, group_size={group_size}"
+    for value in (k, n, group_size):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{sizes}: {value!r} must be a whole number")
     if k < 1 or n < 1:
         raise ValueError(f"{sizes}: K and N must be at least 1")
     if k >= MAX_SIZE or n >= MAX_SIZE:

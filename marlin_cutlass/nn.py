@@ -69,6 +69,8 @@ class QuantLinear(nn.Module):
     @classmethod
     def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None) -> QuantLinear:
         """Wrap a packed weight (not copied). bias: [N] in natural order, any floating dtype."""
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"weight must be a PackedWeight, not {type(weight).__name__}")
         layer = cls(
             weight.k,
             weight.n,

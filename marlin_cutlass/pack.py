@@ -106,6 +106,8 @@ def _check_codes(q: Tensor) -> None:
         raise TypeError(
             f"q has dtype {_dtype_of(q)}: codes must be a uint8 tensor, one per element"
         )
+    if q.layout != torch.strided or q.is_meta:
+        raise TypeError(f"q is {'on meta' if q.is_meta else q.layout}: codes must have values")
     if q.dim() != 2:
         raise ValueError(
             f"q has shape {tuple(q.shape)}: it must be [K, N] "
