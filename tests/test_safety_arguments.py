@@ -38,8 +38,14 @@ def weight(k=K, n=N, group_size=128, zeros=False):
 
 
 W = weight()
+Q = torch.zeros(K, N, dtype=UINT8)
 A = torch.randn(4, K).half()
 COMPLEX = torch.view_as_complex(torch.randn(4, K, 2).half())
+
+
+def pack(q=Q, group_size=128):
+    return mc.pack(q, torch.ones(K // 128, N).half(), group_size=group_size)
+
 
 # ---- the function ----
 
@@ -71,6 +77,18 @@ WRONG = {
         "its rows must be contiguous",
     ),
     "kernel number": (lambda: mc.gemm(A, W, kernel=5), TypeError, "kernel=5 must be the name"),
+    "group text": (lambda: pack(group_size="128"), TypeError, "'128' must be a whole number"),
+    "group fraction": (lambda: pack(group_size=128.0), TypeError, "must be a whole number"),
+    "group truth": (lambda: pack(group_size=True), TypeError, "True must be a whole number"),
+    "group None": (lambda: pack(group_size=None), TypeError, "None must be a whole number"),
+    "codes on meta": (lambda: pack(Q.to("meta")), TypeError, "q is on meta"),
+    "codes sparse": (lambda: pack(Q.to_sparse()), TypeError, "q is torch.sparse_coo"),
+    "no rows": (lambda: pack(Q[:0]), ValueError, "K and N must be at least 1"),
+    "layer of a tensor": (lambda: mc.QuantLinear.from_packed(Q), TypeError, "not Tensor"),
+    "layer of texts": (lambda: mc.QuantLinear("a", 5), TypeError, "'a' must be a whole number"),
+    "arch of one": (lambda: mc.explain(1, 8, 256, arch=(9,)), ValueError, "is malformed"),
+    "rows text": (lambda: mc.explain("x", 8, 256, arch=90), TypeError, "m='x' must be an int"),
+    "a folder": (lambda: mc.load("/"), FileNotFoundError, "is not a regular file"),
     "kernel empty": (lambda: mc.gemm(A, W, kernel=""), ValueError, "kernel='' is a CUDA kernel"),
 }
 

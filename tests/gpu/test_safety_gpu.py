@@ -1,6 +1,6 @@
 """Safety on a GPU: random cases, foreign rows, odd scales, threads, graphs, occupied SMs, 64 bits.
 
-SAFETY_SECONDS (default 20) is the time of the random cases; everything else takes about 15 s on an
+SAFETY_SECONDS (default 15) is the time of the random cases; everything else takes about 15 s on an
 H200. `python -m pytest tests/gpu/test_safety_gpu.py`; a failing random case prints its seed, and
 SAFETY_SEED=<seed> SAFETY_SECONDS=1 starts with it.
 """
@@ -25,7 +25,7 @@ from marlin_cutlass.layout import block_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-SECONDS = float(os.environ.get("SAFETY_SECONDS", "20"))
+SECONDS = float(os.environ.get("SAFETY_SECONDS", "15"))
 SEED = int(os.environ.get("SAFETY_SEED", "0"))
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -198,7 +198,7 @@ def random_weight(rng: random.Random) -> Weight:
 
 
 def test_random_cases():
-    """10 000 and more in 20 s on an H200; the number is printed."""
+    """As many as SAFETY_SECONDS allows; the number is printed."""
     end, count, seed = time.monotonic() + SECONDS, 0, SEED
     while time.monotonic() < end:
         w = random_weight(random.Random(seed))
