@@ -20,21 +20,13 @@ from generator.variant import Variant
 LAUNCH_US = 2.0
 FILL_US = 1.3
 STREAM_K_FIX_UP_US = 1.4  # partial tile through L2: 1.2-1.5 us in the loop, 1-1.3 us at the end
-HYBRID_FIX_UP_US = 0.5
-CLUSTER_FIX_UP_US = 0.3  # a reduction through distributed shared memory
 K_GROUP_FIX_UP_US = 0.3
 TILE_US = 0.5  # epilogue and restart of a tile that nothing overlaps
 # An SM alone draws more than its share of bandwidth: bytes in flight over the latency of memory.
 LATENCY_US = 0.9
 L2_BYTES_PER_CLOCK = 32  # per SM, sustained by all SMs together
 
-# wgmma m64nNk16 from registers, cycles: 13 for N <= 16, N / 2 beyond (measured H200 2026-11-29).
-# One 64 x 64 step is four.
-WGMMA_MIN_CYCLES = 13.0
-WGMMA_CYCLES_PER_ROW = 0.5
-SUSTAINED = 1.2  # whole kernels against the instruction alone: 712-790 of 962 TFLOP/s
 SHARED_TIME = 0.25  # share of the shorter of (memory, compute) that does not hide behind the longer
-DEQUANT_CYCLES = 28.0  # of one 64 x 64 step that do not hide behind small wgmma
 # Ampere and Ada: one 64 x 64 step is 144 warp instructions of dequantisation and 32 row fragments
 # over four schedulers.
 MMA_DEQUANT_CYCLES = 44.0
@@ -110,14 +102,13 @@ def _estimate_hopper(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
 def _busiest_steps(variant: Variant, schedule: Schedule, gpu: Gpu) -> tuple[float, float]:
     """(pipeline stages that the busiest SM works through, tiles per CTA)."""
     slots = gpu.sms * variant.ctas_per_sm
-    tiles = schedule.tiles * schedule.multicast  # of one CTA: those of the schedule are a cluster's
-    units = tiles * schedule.k_steps
-    if variant.decomposition in ("striped", "stream_k", "hybrid"):
+    units = schedule.tiles * schedule.k_steps
+    if variant.decomposition == "striped":
         return ceil_div(units, min(units, slots)) * _ctas_on_busiest(
             schedule.grid, gpu, variant
         ), units / slots
     per_cta = schedule.k_steps / schedule.split
-    ctas = tiles * schedule.split
+    ctas = schedule.tiles * schedule.split
     if ctas <= slots:
         return per_cta * _ctas_on_busiest(ctas, gpu, variant), 1.0
     rounds = ceil_div(ctas, slots)
@@ -152,33 +143,25 @@ def _memory_us(
 def _step_us(v: Variant, gpu: Gpu) -> float:
     """Time of one stage on one SM: tensor cores and dequantisation, which overlap in part."""
     dequant_factor = FORMAT_FACTOR[v.dtype, v.zeros] * (1.15 if v.group_size == 32 else 1.0)
-    if v.family == "hopper":
-        tensor = 4 * max(WGMMA_MIN_CYCLES, WGMMA_CYCLES_PER_ROW * v.m_tile)
-        exposed = max(0.0, DEQUANT_CYCLES * dequant_factor - max(0.0, tensor - 64) * 0.4)
-        cycles = tensor * SUSTAINED + exposed
-    else:
-        rate = (
-            gpu.tensor_flops / (gpu.sms * gpu.clock) * (0.62 if gpu.arch == "sm_90a" else 1.0)
-        )  # mma.sync on Hopper
-        tensor = 2 * 64 * 64 * max(8, v.m_tile) / rate
-        dequant = MMA_DEQUANT_CYCLES * dequant_factor
-        if v.sparse:  # half of the codes, half of the products
-            tensor, dequant = tensor / 2, dequant / 2
-        cycles = max(tensor, dequant) + MMA_EXPOSED * min(tensor, dequant)
-        if v.warps_n * v.warps_k * v.ctas_per_sm < 8:
-            cycles *= 1.25  # one warp per scheduler cannot hide latency
+    # mma.sync on Hopper reaches 62 % of its tensor rate.
+    rate = gpu.tensor_flops / (gpu.sms * gpu.clock) * (0.62 if gpu.arch == "sm_90a" else 1.0)
+    tensor = 2 * 64 * 64 * max(8, v.m_tile) / rate
+    dequant = MMA_DEQUANT_CYCLES * dequant_factor
+    if v.sparse:  # half of the codes, half of the products
+        tensor, dequant = tensor / 2, dequant / 2
+    cycles = max(tensor, dequant) + MMA_EXPOSED * min(tensor, dequant)
+    if v.warps_n * v.warps_k * v.ctas_per_sm < 8:
+        cycles *= 1.25  # one warp per scheduler cannot hide latency
     steps = v.n_sm // BLOCK_COLUMNS * v.k_sm // 64
     return steps * cycles / gpu.clock * 1e6
 
 
 def _fix_up_us(v: Variant, schedule: Schedule, waves: float) -> float:
     k_groups = K_GROUP_FIX_UP_US if v.warps_k > 1 else 0.0
-    if v.decomposition in ("striped", "stream_k"):
+    if v.decomposition == "striped":
         aligned = schedule.tiles % schedule.grid == 0
         return max(1.0, waves / schedule.k_steps) * (TILE_US + k_groups) + (
             0.0 if aligned else STREAM_K_FIX_UP_US
         )
-    if v.decomposition == "hybrid":  # shares are added while whole blocks run
-        return max(1.0, waves / schedule.k_steps) * TILE_US + HYBRID_FIX_UP_US
-    split = CLUSTER_FIX_UP_US if v.cluster > 1 else STREAM_K_FIX_UP_US if v.split > 1 else 0.0
+    split = STREAM_K_FIX_UP_US if v.split > 1 else 0.0
     return waves * (TILE_US + k_groups + split)
