@@ -33,11 +33,6 @@ template <class E> MC_DEVICE void load_column_bias(const GemmParams& p, int atom
     if (column < p.n) f.bias[i] = ld_global_element<E>(p.bias, column);
   }
 }
-template <class E> MC_DEVICE ColumnFactors load_column_factors(const GemmParams& p, int atom_column, int lane) {
-  ColumnFactors f = load_column_scales(p, atom_column, lane);
-  load_column_bias<E>(p, atom_column, lane, f);
-  return f;
-}
 
 // Sums d of 16 columns x 8 activation rows (an m16n8 accumulator) to C rows row0 .. row0 + 7.
 template <class E>
