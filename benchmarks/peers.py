@@ -18,11 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import typer
-from rich.console import Console
 
 from benchmarks.candidates import PEERS, Ours, Weight, parse_peers
 from benchmarks.shapes import DEFAULT_MS, parse_ms, parse_shapes
-from benchmarks.tables import cells, peers_table, plot_peers, summary, us_text
+from benchmarks.tables import cells, peers_table, plot_peers, show, summary, us_text
 from marlin_cutlass.bench import (
     METHOD,
     Budget,
@@ -101,16 +100,6 @@ def progress_line(report: Report) -> str:
     return f"{last.n} x {last.k} M = {last.m}: {times} us"
 
 
-def show(report: Report, plot: Path | None, console: Console | None = None) -> None:
-    """Print the table and the summary; write the plot."""
-    console = console or Console(width=None if sys.stdout.isatty() else 220)
-    console.print(peers_table(report))
-    for line in summary(report):
-        console.print(line, highlight=False)
-    if plot is not None and report.results:
-        console.print(f"plot: {plot_peers(report, plot)}")
-
-
 def main(
     shapes: Annotated[str, typer.Option(help="NxK or set names, by commas")] = "default",
     ms: Annotated[str, typer.Option(help="batch sizes, by commas")] = ",".join(
@@ -135,7 +124,8 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if replot is not None:
-        show(Report.load(replot), plot)
+        recorded = Report.load(replot)
+        show(recorded, peers_table(recorded), summary(recorded), plot_peers, plot)
         return
     if not torch.cuda.is_available():
         raise typer.BadParameter("no GPU here; use --replot with a recorded JSON")
@@ -157,7 +147,7 @@ def main(
         done=record,
     )
     report.save(json_path)
-    show(report, plot)
+    show(report, peers_table(report), summary(report), plot_peers, plot)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import typer
-from rich.console import Console
 
 from benchmarks.candidates import Ours, Weight, parse_peers
 from benchmarks.peers import available, prepare
 from benchmarks.shapes import parse_ms
 from benchmarks.splitk_tables import averages, plot_splitk, progress_line, splitk_table
+from benchmarks.tables import show
 from marlin_cutlass.bench import (
     METHOD,
     Budget,
@@ -126,16 +126,6 @@ def run(
     return report
 
 
-def show(report: Report, plot: Path | None, console: Console | None = None) -> None:
-    """Print the table and the averages; write the plot."""
-    console = console or Console(width=None if sys.stdout.isatty() else 220)
-    console.print(splitk_table(report))
-    for line in averages(report):
-        console.print(line, highlight=False)
-    if plot is not None and report.results:
-        console.print(f"plot: {plot_splitk(report, plot)}")
-
-
 def main(
     sizes: Annotated[str, typer.Option(help="n = k, by commas")] = ",".join(map(str, SIZES)),
     ms: Annotated[str, typer.Option(help="m, by commas")] = ",".join(map(str, MS)),
@@ -156,7 +146,8 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if replot is not None:
-        show(Report.load(replot), plot)
+        recorded = Report.load(replot)
+        show(recorded, splitk_table(recorded), averages(recorded), plot_splitk, plot)
         return
     if not torch.cuda.is_available():
         raise typer.BadParameter("no GPU here; use --replot with a recorded JSON")
@@ -171,7 +162,7 @@ def main(
         json_path,
     )
     report.save(json_path)
-    show(report, plot)
+    show(report, splitk_table(report), averages(report), plot_splitk, plot)
 
 
 if __name__ == "__main__":

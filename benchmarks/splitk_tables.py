@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.candidates import OURS
-from benchmarks.tables import Key, caption, cells, number, us_text
+from benchmarks.tables import Key, caption, cells, number, save_figure, us_text
 from marlin_cutlass.bench import Report, Result
 
 PAPER = "paper: +65 % on average on A100, +124 % on H100, peak +295 %"  # arXiv 2402.00025
@@ -139,16 +139,7 @@ def plot_splitk(report: Report, path: str | Path) -> Path:
             xs, ys = zip(*points, strict=True)
             axis.plot(xs, ys, marker="o", markersize=3, label=name)
         axis.set(xscale="log", yscale="log", title=f"m = {m}", xlabel="n = k")
-        axis.set_xscale("log", base=2)
-        axis.grid(True, which="both", alpha=0.25)
-    axes[0][0].set_ylabel("us per call")
-    axes[0][0].legend(fontsize=7)
-    figure.suptitle(caption(report), fontsize=8)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    return save_figure(figure, axes[0], report, path)
 
 
 def _lines(grouped: dict[Key, dict[str, Result]], m: int) -> dict[str, list[tuple[int, float]]]:

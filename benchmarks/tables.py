@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.candidates import OURS
@@ -154,16 +157,40 @@ def plot_peers(report: Report, path: str | Path) -> Path:
         limits = sorted({(r.m, r.limit_us) for r in rows if r.limit_us is not None and not r.pdl})
         axis.plot(*_columns(limits), linestyle="--", color="black", label="limit")
         axis.set(xscale="log", yscale="log", title=f"N x K = {n} x {k}", xlabel="M")
+    return save_figure(figure, axes[0], report, path)
+
+
+def save_figure(figure: Any, panels: Sequence[Any], report: Report, path: str | Path) -> Path:
+    """Writes a figure of times: log axes with a grid, the run in the title; makes the folder."""
+    import matplotlib.pyplot as plt
+
+    for axis in panels:
         axis.set_xscale("log", base=2)
         axis.grid(True, which="both", alpha=0.25)
-    axes[0][0].set_ylabel("us per call")
-    axes[0][0].legend(fontsize=7)
+    panels[0].set_ylabel("us per call")
+    panels[0].legend(fontsize=7)
     figure.suptitle(caption(report), fontsize=8)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
+
+
+def show(
+    report: Report,
+    table: Table,
+    lines: Iterable[str],
+    plotter: Callable[[Report, Path], Path],
+    plot: Path | None,
+) -> None:
+    """Prints a table and the lines under it; writes the plot if one is wanted."""
+    console = Console(width=None if sys.stdout.isatty() else 220)
+    console.print(table)
+    for line in lines:
+        console.print(line, highlight=False)
+    if plot is not None and report.results:
+        console.print(f"plot: {plotter(report, plot)}")
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
