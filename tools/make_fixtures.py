@@ -4,6 +4,9 @@
     python tools/make_fixtures.py awq      # needs autoawq (also writes the MARLIN fixtures)
     python tools/make_fixtures.py ct       # needs compressed-tensors
     python tools/make_fixtures.py ct-actorder  # needs compressed-tensors 0.11 (later: no g_idx)
+    python tools/make_fixtures.py ct-24    # needs compressed-tensors 0.12 (0.15: no marlin-24)
+    python tools/make_fixtures.py torchao  # needs torchao 0.9 (later: no Sparse-Marlin packer)
+    python tools/make_fixtures.py sparse-marlin --checkout DIR  # a checkout of Sparse-Marlin
     python tools/make_fixtures.py hqq      # needs hqq
 
 Each file holds the packer's tensors under "file.*" and what went in under "want.*": q uint8 [K, N],
@@ -48,6 +51,16 @@ def problem(
     }
 
 
+def pruned(want: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """A symmetric problem with two of each four codes along K set to 8, at random places."""
+    q = want["q"]
+    rng = np.random.default_rng(seed)
+    order = rng.random((q.shape[0] // 4, 4, q.shape[1])).argsort(1).reshape(tuple(q.shape))
+    q = torch.where(torch.from_numpy(order < 2), q, torch.full_like(q, 8))
+    w = (q.float() - 8) * want["scales"].float()[want["g_idx"].long()]
+    return {**want, "q": q, "w": w}
+
+
 def linear_of(w: torch.Tensor) -> torch.nn.Linear:
     """`nn.Linear` without bias whose weight is w.T, w float32 [K, N]."""
     layer = torch.nn.Linear(w.shape[0], w.shape[1], bias=False)
@@ -55,14 +68,18 @@ def linear_of(w: torch.Tensor) -> torch.nn.Linear:
     return layer
 
 
-def write(name: str, packer: str, want: dict, file: dict, **settings) -> None:
-    """One fixture: packer's tensors, what was packed, and settings in the metadata."""
+def write(
+    name: str, packer: str, want: dict, file: dict, release: str | None = None, **settings
+) -> None:
+    """One fixture: packer's tensors, what was packed, and settings in the metadata. release: of a
+    packer that is no installed package."""
     tensors = {f"want.{key}": value.contiguous().clone() for key, value in want.items()}
     tensors.pop("want.w", None)
     tensors |= {
         f"file.{key}": torch.as_tensor(value).contiguous().clone() for key, value in file.items()
     }
-    metadata = {"packer": packer, "packer_version": version(packer), "torch": torch.__version__}
+    metadata = {"packer": packer, "packer_version": release or version(packer)}
+    metadata["torch"] = torch.__version__
     metadata["settings"] = json.dumps(settings, sort_keys=True)
     FIXTURES.mkdir(parents=True, exist_ok=True)
     save_file(tensors, FIXTURES / f"{name}.safetensors", metadata)
@@ -239,6 +256,76 @@ def make_ct_act_order() -> None:
     )
 
 
+MARLIN_24 = (  # name, seed, K, N, group size
+    ("g128", 41, 512, 64, 128),
+    ("g128_k256", 42, 256, 128, 128),  # two groups: what compressed-tensors takes for one
+    ("gcol", 43, 256, 64, -1),
+)
+
+
+def make_ct_24() -> None:
+    """compressed-tensors "marlin-24": 2:4-sparse weights, which releases up to 0.14 write."""
+    from compressed_tensors.compressors import Marlin24Compressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    for name, seed, k, n, g in MARLIN_24:
+        want = pruned(problem(seed, k, n, g), seed)
+        strategy = {"strategy": "channel"} if g == -1 else {"strategy": "group", "group_size": g}
+        args = QuantizationArgs(num_bits=4, type="int", symmetric=True, **strategy)
+        scale = want["scales"].t().contiguous()
+        state = {"x.weight": want["w"].t().contiguous(), "x.weight_scale": scale}
+        state["x.weight_zero_point"] = torch.zeros_like(scale, dtype=torch.int8)
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        out = Marlin24Compressor().compress(state, {"x": scheme})
+        file = {role: out[f"x.{role}"] for role in ("weight_packed", "scale_packed", "meta")}
+        write(f"ct_marlin24_{name}", "compressed-tensors", want, file, group_size=g)
+
+
+def make_torchao() -> None:
+    """Sparse-Marlin's format by torchao's copy of its packer."""
+    from torchao.sparsity.marlin import pack_to_marlin_24
+
+    for name, seed, k, n, g in (*MARLIN_24, ("g64", 44, 256, 64, 64)):
+        want = pruned(problem(seed, k, n, g), seed)
+        B, s, meta = pack_to_marlin_24(want["q"].int(), want["scales"], 4, g)
+        file = {"B": B, "s": s, "meta": meta}
+        write(f"torchao_{name}", "torchao", want, file, group_size=g)
+
+
+def make_sparse_marlin(checkout: Path) -> None:
+    """Sparse-Marlin's own `Layer_2_4.pack`, without its CUDA module and on the CPU.
+
+    It prunes by itself, the two smallest of four unsigned codes, so that is what is wanted. Code 0
+    is left out: it would keep a code 0 beside three others at a place of its own.
+    """
+    import sys
+    from types import ModuleType
+
+    sys.path.insert(0, str(checkout))
+    sys.modules["marlin_cuda"] = ModuleType("marlin_cuda")
+    torch.Tensor.cuda = lambda self: self
+    from marlin import Layer_2_4, mask_creator
+
+    for name, seed, k, n, g in MARLIN_24:
+        want = problem(seed, k, n, g)
+        q = want["q"].clamp(min=1)
+        q[::7] = 8  # zeros among the kept ones, too
+        w = (q.float() - 8) * want["scales"].float()[want["g_idx"].long()]
+        mask = mask_creator(q.int().T).bool().T
+        want["q"] = torch.where(mask, q, torch.full_like(q, 8))
+        layer = Layer_2_4.__new__(Layer_2_4)  # its constructor needs a GPU
+        torch.nn.Module.__init__(layer)
+        layer.k, layer.n, layer.groupsize = k, n, k if g == -1 else g
+        layer.B = torch.empty((k // 32, 2 * n), dtype=torch.int32)
+        layer.meta = torch.empty((n, k // 16), dtype=torch.int16)
+        layer.s = torch.empty_like(want["scales"])
+        linear = torch.nn.Linear(k, n)
+        linear.weight.data = w.half()  # [K, N], as its tests pass it
+        layer.pack(linear, want["scales"], 4, trans=True)
+        file = {"B": layer.B, "s": layer.s, "meta": layer.meta}
+        write(f"sparse-marlin_{name}", "Sparse-Marlin", want, file, "cdd680f", group_size=g)
+
+
 def make_hqq() -> None:
     """HQQ with its own optimiser (fractional zeros); `want.w_hat` is its own dequantisation."""
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
@@ -271,9 +358,17 @@ def main() -> None:
         "ct": make_ct,
         "hqq": make_hqq,
         "ct-actorder": make_ct_act_order,
+        "ct-24": make_ct_24,
+        "torchao": make_torchao,
     }
-    parser.add_argument("packer", choices=makers)
-    makers[parser.parse_args().packer]()
+    parser.add_argument("packer", choices=[*makers, "sparse-marlin"])
+    parser.add_argument("--checkout", type=Path, help="sparse-marlin: folder of the repository")
+    options = parser.parse_args()
+    if options.packer == "sparse-marlin":
+        if options.checkout is None:
+            parser.error("sparse-marlin needs --checkout")
+        return make_sparse_marlin(options.checkout)
+    makers[options.packer]()
 
 
 if __name__ == "__main__":

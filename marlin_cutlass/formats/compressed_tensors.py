@@ -1,4 +1,5 @@
-"""compressed-tensors checkpoints, format "pack-quantized", 4-bit integers.
+"""compressed-tensors checkpoints, format "pack-quantized", 4-bit integers ("marlin-24": see
+marlin_24.py).
 
 weight_packed int32 [N, ceil(K/8)] holds q + 8 along K, q in -8..7; weight_scale [N, G];
 weight_zero_point (asymmetric only) int32 [ceil(N/8), G] holds z + 8 along N, or int8 [N, G] holds
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from .bits import unpack_nibbles
+from .marlin_24 import read_marlin_24
 from .weight import QuantizedWeight, check_group_size, check_scales, clean_g_idx, drop_symmetric
 
 ACT_ORDERS = (None, False, "static", "weight", "group", "dynamic")
@@ -98,21 +100,30 @@ def read_compressed_tensors(
 
 def from_compressed_tensors(
     weight_packed: torch.Tensor,
-    weight_scale: torch.Tensor,
+    weight_scale: torch.Tensor | None = None,
     weight_zero_point: torch.Tensor | None = None,
     weight_shape=None,
     weight_g_idx: torch.Tensor | None = None,
     *,
+    scale_packed: torch.Tensor | None = None,
+    meta: torch.Tensor | None = None,
     group_size: int,
     actorder: str | bool | None = None,
     symmetric: bool | None = None,
 ):
-    """One layer -> `PackedWeight`, or a list of them for stacked experts (3-D weight_packed)."""
+    """One layer -> `PackedWeight`, or a list of them for stacked experts (3-D weight_packed).
+
+    Either weight_scale ("pack-quantized", with the arguments of `read_compressed_tensors`) or
+    scale_packed and meta ("marlin-24": 2:4-sparse, see `read_marlin_24`) are needed.
+    """
+    rest = (weight_scale, weight_zero_point, weight_shape, weight_g_idx)
+    if scale_packed is not None or meta is not None:
+        return _from_marlin_24(weight_packed, scale_packed, meta, rest, group_size, symmetric)
+    if weight_scale is None:
+        raise ValueError("weight_scale is missing (or scale_packed and meta of a marlin-24 layer)")
     options = {"group_size": group_size, "actorder": actorder, "symmetric": symmetric}
     if weight_packed.dim() != 3:
-        return read_compressed_tensors(
-            weight_packed, weight_scale, weight_zero_point, weight_shape, weight_g_idx, **options
-        ).to_packed()
+        return read_compressed_tensors(weight_packed, *rest, **options).to_packed()
 
     def expert(tensor, i):
         return None if tensor is None else tensor[i]
@@ -131,3 +142,15 @@ def from_compressed_tensors(
         ).to_packed()
         for i in range(weight_packed.shape[0])
     ]
+
+
+def _from_marlin_24(weight_packed, scale_packed, meta, others, group_size: int, symmetric):
+    if scale_packed is None or meta is None or any(tensor is not None for tensor in others):
+        raise ValueError(
+            "a marlin-24 layer has weight_packed, scale_packed and meta, and nothing else: no"
+            " weight_scale, weight_zero_point, weight_shape or weight_g_idx"
+        )
+    if symmetric is False:
+        raise ValueError("symmetric=False: marlin-24 layers have no zero points")
+    weight = read_marlin_24(weight_packed, scale_packed, meta, group_size=group_size)
+    return weight.to_packed()

@@ -21,6 +21,7 @@ class QuantizedWeight:
 
     q: uint8 [K, N], 0..15. scales: fp16/bf16/fp32 [G, N]. zeros: uint8 [G, N] (0..16), or None for
     the symmetric zero point 8. g_idx: int32 [K], the group of each row, None for k // group_size.
+    sparse: q has 2:4 sparsity (two of each four rows are 8), which `to_packed` makes use of.
     """
 
     q: torch.Tensor
@@ -28,6 +29,7 @@ class QuantizedWeight:
     zeros: torch.Tensor | None
     group_size: int
     g_idx: torch.Tensor | None = None
+    sparse: bool = False
 
     @property
     def k(self) -> int:
@@ -54,6 +56,10 @@ class QuantizedWeight:
         """Pack into the layout that every kernel reads; see `marlin_cutlass.pack`."""
         from ..pack import pack
 
+        if self.sparse:
+            from ..sparse import pack_sparse
+
+            return pack_sparse(self.q, self.scales, group_size=self.group_size)
         return pack(self.q, self.scales, self.zeros, group_size=self.group_size, g_idx=self.g_idx)
 
 
