@@ -75,7 +75,7 @@ def gemm(
     schedule = make_schedule(problem, variant, options.sms)
     memory = _Memory(a, weight, variant, bias, schedule, options)
     library = build_kernel(render(variant), variant.name, options.include, options.debug)
-    hopper = variant.family == "hopper"
+    hopper = variant.hopper
     programmatic = hopper if options.programmatic is None else options.programmatic
     launch = runtime.Launch(
         params=memory.params(problem, variant, schedule),
@@ -131,7 +131,7 @@ class _Memory:
         self.dtype = a.dtype
         # Rows of A that are not a multiple of what copies need are padded with zeros (as the run
         # time does).
-        self.width = round_up(self.k, 64 if variant.family == "hopper" else 8)
+        self.width = round_up(self.k, 64 if variant.hopper else 8)
         self.lda = options.lda or self.width
         self.ldc = options.ldc or self.n
         self.a = self._activations(a)

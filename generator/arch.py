@@ -40,7 +40,7 @@ ARCHS: dict[str, Arch] = {
         _arch("sm_80", (8, 0), ("ampere", "sparse"), 163, 164, 2048),
         _arch("sm_86", (8, 6), ("ampere", "sparse"), 99, 100, 1536),
         _arch("sm_89", (8, 9), ("ampere", "sparse"), 99, 100, 1536),
-        _arch("sm_90a", (9, 0), ("hopper", "ampere", "sparse"), 227, 228, 2048),
+        _arch("sm_90a", (9, 0), ("hopper", "ampere", "hopper_sparse", "sparse"), 227, 228, 2048),
         _arch("sm_100", (10, 0), ("ampere", "sparse"), 227, 228, 2048),
         _arch("sm_120", (12, 0), ("ampere", "sparse"), 99, 100, 1536),
     )

@@ -72,7 +72,7 @@ def reference_gpu(arch: Arch, sms: int | None = None) -> Gpu:
 
 def estimate(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
     """Modelled cost of one cold call on `gpu`."""
-    if variant.family == "hopper":
+    if variant.hopper:
         return _estimate_hopper(problem, variant, gpu)
     schedule = make_schedule(problem, variant, gpu.sms)
     busiest, waves = _busiest_steps(variant, schedule, gpu)

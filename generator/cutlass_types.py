@@ -49,7 +49,7 @@ def weight_type(variant: Variant) -> cutlass.DataType:
 def math_instruction(variant: Variant) -> cutlass.MathInstruction:
     """Weights are the row operand, so the instruction's m runs along weight columns."""
     shape = {"ampere": [16, 8, 16], "sparse": [16, 8, 32]}.get(
-        variant.family, [64, variant.m_tile, 16]
+        variant.family, [64, variant.m_tile, 32 if variant.sparse else 16]
     )
     e = element(variant)
     return cutlass.MathInstruction(
@@ -64,7 +64,7 @@ def math_instruction(variant: Variant) -> cutlass.MathInstruction:
 
 def tile_description(variant: Variant, compute_capability: int) -> cutlass.TileDescription:
     """Threadblock shape [weight columns, activation rows, depth] with stages, warps and cluster."""
-    warps = 4 if variant.family == "hopper" else 1  # a warpgroup is four warps along the columns
+    warps = 4 if variant.hopper else 1  # a warpgroup is four warps along the columns
     return cutlass.TileDescription(
         [variant.n_sm, variant.m_tile, variant.k_sm],
         variant.stages,
@@ -79,7 +79,7 @@ def tile_description(variant: Variant, compute_capability: int) -> cutlass.TileD
 def procedural_name(variant: Variant) -> str:
     """How cutlass_library would describe the operands and tile, for people who know its names."""
     e, w = cutlass.DataTypeNames[element(variant)], cutlass.DataTypeNames[weight_type(variant)]
-    capability = 90 if variant.family == "hopper" else 80
+    capability = 90 if variant.hopper else 80
     return f"{w}_{e}_f32_{tile_description(variant, capability).procedural_name()}"
 
 

@@ -27,6 +27,8 @@ BASE_REGISTERS = {"ampere": 72, "hopper": 56, "sparse": 72}
 # Registers of a consumer thread after setmaxnreg, by consumer warpgroups (measured H200 2026-11-29:
 # 120 hangs with 4).
 MOVED_REGISTERS = {2: 232, 4: 112}
+for _table in (M_TILES, K_SMS, WARPS_N, WARPS_K, BASE_REGISTERS):
+    _table["hopper_sparse"] = _table["hopper"]
 
 
 def why_not(variant: Variant, arch: Arch) -> str | None:
@@ -54,7 +56,7 @@ def why_not_for(variant: Variant, problem: ProblemShape) -> str | None:
 
 def registers_available(variant: Variant, arch: Arch) -> int:
     """Registers a consumer thread may use, by the launch bounds or by setmaxnreg."""
-    if variant.family == "hopper" and variant.moves_registers:
+    if variant.hopper and variant.moves_registers:
         return MOVED_REGISTERS[variant.warps_n * variant.warps_k]
     share = arch.registers_per_sm // (variant.ctas_per_sm * variant.threads)
     return min(arch.max_registers, share // 8 * 8)
@@ -81,7 +83,7 @@ def occupancy(variant: Variant, arch: Arch, registers: int) -> int:
 
 def accumulators(variant: Variant) -> int:
     """fp32 sums a thread holds: m_tile x (columns of its warp or warpgroup) over its threads."""
-    threads = 128 if variant.family == "hopper" else 32
+    threads = 128 if variant.hopper else 32
     return variant.m_tile * variant.n_sm // variant.warps_n // threads
 
 
@@ -119,11 +121,12 @@ def _decomposition(v: Variant, arch: Arch) -> Iterator[str]:
         "ampere": ("data_parallel", "striped", "split_k"),
         "hopper": ("data_parallel", "stream_k", "split_k", "hybrid"),
         "sparse": ("data_parallel", "striped", "split_k"),
+        "hopper_sparse": ("data_parallel", "stream_k", "split_k", "hybrid"),
     }[v.family]
     if v.decomposition not in allowed:
         yield f"decomposition={v.decomposition} is not one of {', '.join(allowed)} ({v.family})"
     if v.decomposition == "split_k":
-        splits = (2, 4) if v.family == "hopper" else (2, 4, 8)
+        splits = (2, 4) if v.hopper else (2, 4, 8)
         if v.split not in splits:
             yield f"split={v.split} is not one of {', '.join(map(str, splits))}"
     elif v.split != 1:
@@ -133,14 +136,14 @@ def _decomposition(v: Variant, arch: Arch) -> Iterator[str]:
 
 
 def _multicast(v: Variant) -> Iterator[str]:
-    if v.family != "hopper" or v.decomposition not in ("data_parallel", "hybrid"):
+    if not v.hopper or v.decomposition not in ("data_parallel", "hybrid"):
         yield f"multicast={v.multicast} needs family=hopper and data_parallel or hybrid"
     if v.k_sm // 64 % v.multicast:
         yield f"k_sm={v.k_sm} does not divide by 64 x multicast={v.multicast}"
 
 
 def _tile(v: Variant, arch: Arch) -> Iterator[str]:
-    if v.family == "hopper":
+    if v.hopper:
         yield from _hopper_tile(v)
     else:
         yield from _ampere_tile(v)

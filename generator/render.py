@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -56,6 +56,9 @@ FAMILY_SOURCE = {
         "Config::kMinBlocks",
     ),
 }
+FAMILY_SOURCE["hopper_sparse"] = replace(
+    FAMILY_SOURCE["hopper"], header="hopper_sparse_kernel.cuh", config="HopperSparseConfig"
+)
 
 
 @functools.lru_cache(maxsize=1)
@@ -82,7 +85,7 @@ def render(variant: Variant) -> str:
 
 def _more_arguments(variant: Variant) -> str:
     """Template arguments that only the configuration of some families has."""
-    return f",\n    /*kMulticast=*/{variant.multicast}" if variant.family == "hopper" else ""
+    return f",\n    /*kMulticast=*/{variant.multicast}" if variant.hopper else ""
 
 
 def _holds(path: Path, data: bytes) -> bool:

@@ -185,7 +185,7 @@ def model_rows(
     """
     gpu = reference_gpu(arch, sms)
     variants = [g.with_format(*fmt) for g in geometries]
-    n_steps = N_STEPS_HOPPER if variants[0].family == "hopper" else N_STEPS
+    n_steps = N_STEPS_HOPPER if variants[0].hopper else N_STEPS
     columns = []  # per m: choices over (n, k)
     for m_range, m in _cells(M_STEPS, BEYOND["m"], 0):
         for k_range, k in _cells(K_STEPS, BEYOND["k"], 1):

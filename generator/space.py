@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from generator import legality
 from generator.arch import Arch
 from generator.problem import DTYPES, KERNEL_GROUP_SIZES
-from generator.variant import Geometry, Variant
+from generator.variant import HOPPER_FAMILIES, Geometry, Variant
 
 Format = tuple[str, bool, int]  # dtype, zeros, group_size
 
@@ -166,13 +166,33 @@ SPARSE_LARGE = (
     Row("m128_n256k128_w8x1_p4_striped_c1", SYM128, "65 and more, wide N", TILE_LOOP_SPILL),
 )
 
+# ---- sparse weights on Hopper's own instruction: sm_90a --------------------------------------------
+# A block is three quarters of the dense bytes and half of the instructions: more stages, or deeper
+# ones, keep as much in flight.
+HOPPER_SPARSE = (
+    Row("m8_n256k256_w4x1_p6_dp_c1", SYM128, "1-8, wide N, tiles just under one a SM"),
+    Row("m8_n128k256_w2x2_p8_dp_c1", SYM128, "1-8, two k groups, tiles just under a wave"),
+    Row("m8_n128k256_w2x2_p8_split2_c1", SYM128, "1-8, medium N: a cluster splits K"),
+    Row("m8_n64k256_w1x4_p12_split2_c1", SYM128, "few columns: four k groups in each CTA of two"),
+    Row("m16_n256k256_w4x1_p6_dp_c1", SPARSE_ALL, "9-16, wide N, every format"),
+    Row("m16_n128k256_w2x2_p8_dp_c1", SYM128, "9-16, two k groups, tiles just under a wave"),
+    Row("m16_n128k256_w2x2_p8_split2_c1", SYM128, "9-16, medium N: a cluster splits K"),
+    Row("m16_n64k256_w1x4_p8_split2_c1", SPARSE_ALL, "few columns, every format"),
+    Row("m32_n256k256_w4x1_p5_dp_c1", SYM128, "17-32, wide N, tiles just under one a SM"),
+    Row("m32_n128k256_w2x2_p6_split2_c1", SYM128, "17-32, medium N: a cluster splits K"),
+    Row("m64_n256k256_w4x1_p3_dp_c1", SPARSE_ALL, "33-64, wide N, every format"),
+    Row("m64_n128k128_w2x2_p6_split2_c1", SYM128, "33-64, medium N"),
+    Row("m128_n256k128_w2x1_p4_dp_c1", SPARSE_ALL, "97-128, every format"),
+    Row("m128_n128k128_w2x1_p4_split2_c1", SYM128, "few tiles: a cluster splits K"),
+)
+
 LARGE_SHARED_BYTES = 200 * 1024
 
 
 def declared_rows(arch: Arch, family: str) -> tuple[Row, ...]:
     """The rows of `family` for `arch`."""
-    if family == "hopper":
-        return HOPPER
+    if family in HOPPER_FAMILIES:
+        return HOPPER if family == "hopper" else HOPPER_SPARSE
     small, large = (SPARSE, SPARSE_LARGE) if family == "sparse" else (AMPERE, AMPERE_LARGE)
     return large if arch.shared_per_block > LARGE_SHARED_BYTES else small
 
@@ -228,6 +248,7 @@ DECOMPOSITIONS = {
         ("split_k", 4, 1),
     ),
 }
+DECOMPOSITIONS["hopper_sparse"] = DECOMPOSITIONS["hopper"]
 
 
 def _geometries(family: str) -> Iterator[Geometry]:

@@ -18,7 +18,10 @@ from generator.problem import (
     sparse_block_bytes,
 )
 
-FAMILIES = ("ampere", "hopper", "sparse")  # sparse: the ampere kernel over 2:4-sparse weights
+# sparse, hopper_sparse: the kernels of ampere and hopper over 2:4-sparse weights
+FAMILIES = ("ampere", "hopper", "sparse", "hopper_sparse")
+HOPPER_FAMILIES = ("hopper", "hopper_sparse")
+SPARSE_FAMILIES = ("sparse", "hopper_sparse")
 DECOMPOSITIONS = {
     "data_parallel": "dp",
     "striped": "striped",
@@ -30,7 +33,7 @@ HOPPER_ALIGNMENT = 128  # bytes: bulk copies and barriers start on their own lin
 
 _NUMBER = r"[1-9]\d*"
 _NAME = re.compile(
-    r"w4a16_(?P<family>[a-z]+)_"
+    r"w4a16_(?P<family>[a-z]+(?:_[a-z]+)?)_"
     r"(?:(?P<dtype>bf16|f16)(?P<zeros>z?)_g(?P<group>col|[1-9]\d*)_)?"
     rf"m(?P<m_tile>{_NUMBER})_n(?P<n_sm>{_NUMBER})k(?P<k_sm>{_NUMBER})_"
     rf"w(?P<warps_n>{_NUMBER})x(?P<warps_k>{_NUMBER})_p(?P<stages>{_NUMBER})_"
@@ -86,7 +89,7 @@ class Geometry:
     m_tile: int  # activation rows per tile
     n_sm: int  # weight columns per tile
     k_sm: int  # depth per pipeline stage
-    warps_n: int  # ampere, sparse: warps; hopper: consumer warpgroups
+    warps_n: int  # warps; hopper, hopper_sparse: consumer warpgroups
     warps_k: int
     stages: int
     decomposition: str
@@ -155,11 +158,16 @@ class Variant:
     # ---- derived: the C++ Config computes the same numbers and the rendered source asserts that --
 
     @property
+    def hopper(self) -> bool:
+        """Whether it is Hopper's pipeline: warpgroups, bulk and tensor copies, clusters."""
+        return self.family in HOPPER_FAMILIES
+
+    @property
     def cluster(self) -> int:
         """Blocks per cluster on Hopper: a split over k, which reduces in shared memory, or the
         blocks that share activations.
         """
-        if self.family != "hopper":
+        if not self.hopper:
             return 1
         return self.split if self.decomposition == "split_k" else self.multicast
 
@@ -170,14 +178,14 @@ class Variant:
 
     @property
     def threads(self) -> int:
-        if self.family != "hopper":
+        if not self.hopper:
             return 32 * self.warps_n * self.warps_k
         return 128 * self.warps_n * self.warps_k + (128 if self.moves_registers else 64)
 
     @property
     def sparse(self) -> bool:
         """Whether its weights are 2:4-sparse and packed as such."""
-        return self.family == "sparse"
+        return self.family in SPARSE_FAMILIES
 
     @property
     def block_bytes(self) -> int:
@@ -197,14 +205,14 @@ class Variant:
     def stage_bytes(self) -> int:
         activations = self.m_tile * self.k_sm * 2
         weights = self.blocks_per_stage * self.block_bytes
-        if self.family == "hopper":
+        if self.hopper:
             return activations + round_up(weights, HOPPER_ALIGNMENT)
         return activations + weights
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, bytes."""
-        if self.family != "hopper":
+        if not self.hopper:
             return self.stages * self.stage_bytes
         return (
             self.stages * self.stage_bytes

@@ -22,7 +22,7 @@ from .layout import BLOCK_COLUMNS, BLOCK_DEPTH, LAYOUT_VERSION, ceil_div, stored
 
 MANIFEST_FORMAT = 1
 BUILDABLE = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")  # build.py --arch
-FAMILIES = ("ampere", "hopper", "sparse")  # sparse: for 2:4-sparse weights
+FAMILIES = ("ampere", "hopper", "sparse", "hopper_sparse")
 DTYPES = ("f16", "bf16")
 DECOMPOSITIONS = ("data_parallel", "striped", "split_k", "stream_k", "hybrid")
 GROUPS = (32, 64, 128, -1)
@@ -106,7 +106,7 @@ class Kernel:
     @property
     def sparse(self) -> bool:
         """Whether it is for 2:4-sparse weights."""
-        return self.family == "sparse"
+        return self.family in ("sparse", "hopper_sparse")
 
     @property
     def format_text(self) -> str:
@@ -285,7 +285,7 @@ def is_invariant(kernel: Kernel) -> bool:
 def _invariant_rank(kernel: Kernel) -> tuple:
     rows = kernel.m_tile if kernel.m_tile <= INVARIANT_ROWS else -kernel.m_tile
     whole = kernel.decomposition == "data_parallel"
-    return (is_invariant(kernel), kernel.family == "hopper", whole, rows)
+    return (is_invariant(kernel), kernel.family in ("hopper", "hopper_sparse"), whole, rows)
 
 
 def format_index(dtype: str, zeros: bool, group_size: int, sparse: bool = False) -> int:
@@ -299,7 +299,7 @@ def format_index(dtype: str, zeros: bool, group_size: int, sparse: bool = False)
 def with_format(geometry: str, dtype: str, zeros: bool, group_size: int) -> str:
     """Name of the variant of `geometry` for a format; raises ValueError for a malformed
     geometry."""
-    match = re.fullmatch(r"(w4a16_[a-z]+)_(m[1-9]\w*)", geometry)
+    match = re.fullmatch(r"(w4a16_[a-z]+(?:_[a-z]+)?)_(m[1-9]\w*)", geometry)
     if match is None:
         raise ValueError(
             f"kernel={geometry!r} is malformed: give a variant's name or its geometry, such as "

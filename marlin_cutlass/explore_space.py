@@ -15,7 +15,7 @@ from generator.arch import Arch, Gpu
 from generator.cost import estimate
 from generator.problem import ProblemShape
 from generator.space import default_space
-from generator.variant import DECOMPOSITIONS, FAMILIES, Geometry, Variant
+from generator.variant import DECOMPOSITIONS, FAMILIES, SPARSE_FAMILIES, Geometry, Variant
 from marlin_cutlass.explore_candidates import sensible_rows
 
 KNOBS = tuple(f.name for f in fields(Geometry))  # what --set takes
@@ -143,7 +143,7 @@ def judged(
     plain data_parallel, which asks for least, is not tried with the other decompositions.
     """
     fmt = (problem.dtype, problem.zeros, problem.kernel_group_size)
-    suiting = tuple(f for f in arch.families if (f == "sparse") == problem.sparse)
+    suiting = tuple(f for f in arch.families if (f in SPARSE_FAMILIES) == problem.sparse)
     for family in overrides.get("family", suiting):
         values = {**_domain(problem, family), **overrides}
         ways = list(_ways(values))

@@ -169,7 +169,7 @@ def kernel(family="ampere", dtype="f16", zeros=False, group_size=128, **fields) 
     }
     split = values["decomposition"] == "split_k"
     cluster = values["split"] if split else values["multicast"]
-    values["cluster"] = cluster if values["family"] == "hopper" else 1
+    values["cluster"] = cluster if values["family"] in ("hopper", "hopper_sparse") else 1
     values["name"] = dispatch.kernel_name(values)
     values["file"] = f"{values['name']}.cubin"
     values["sha256"] = hashlib.sha256(values["name"].encode()).hexdigest()

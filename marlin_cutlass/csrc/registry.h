@@ -27,8 +27,9 @@ struct Variant {
   mutable std::array<std::atomic<driver::Function>, kMaxDevices> functions{};
 
   int format() const { return format_index(fields.dtype, fields.zeros != 0, fields.group_size, sparse()); }
-  bool sparse() const { return static_cast<Family>(fields.family) == Family::kSparse; }
-  bool hopper() const { return static_cast<Family>(fields.family) == Family::kHopper; }
+  Family family() const { return static_cast<Family>(fields.family); }
+  bool sparse() const { return family() == Family::kSparse || family() == Family::kHopperSparse; }  // for 2:4-sparse weights
+  bool hopper() const { return family() == Family::kHopper || family() == Family::kHopperSparse; }  // takes a tensor map
 };
 
 // One row of the dispatch table; a bound of INT32_MAX is open, sms == 0 is any device.

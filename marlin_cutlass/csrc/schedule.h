@@ -8,7 +8,7 @@
 
 namespace marlin_cutlass {
 
-enum class Family { kAmpere, kHopper, kSparse };  // sparse: for 2:4-sparse weights
+enum class Family { kAmpere, kHopper, kSparse, kHopperSparse };
 enum class Dtype { kFloat16, kBfloat16 };
 
 // What is fixed when a kernel is compiled; generator/variant.py. The order of the fields is that of the C interface.

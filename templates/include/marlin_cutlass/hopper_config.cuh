@@ -2,12 +2,13 @@
 #pragma once
 #include "marlin_cutlass/dequant.cuh"
 #include "marlin_cutlass/params.h"
+#include "marlin_cutlass/sparse_layout.h"
 #include "marlin_cutlass/tile_order.cuh"
 
 namespace marlin_cutlass {
 
 template <class Element_, int kGroupSize_, bool kZeros_, int kMTile_, int kNSm_, int kKSm_, int kWarpgroupsN_, int kWarpgroupsK_,
-          int kStages_, Decomposition kDecomposition_, int kSplit_, int kCtasPerSm_, int kMulticast_>
+          int kStages_, Decomposition kDecomposition_, int kSplit_, int kCtasPerSm_, int kMulticast_, bool kSparse_ = false>
 struct HopperConfig {
   using Element = Element_;
   using Dequant = Dequantizer<Element_, kGroupSize_, kZeros_>;
@@ -17,6 +18,7 @@ struct HopperConfig {
   static constexpr int kSplit = kSplit_, kCtasPerSm = kCtasPerSm_;
   static constexpr int kMulticast = kMulticast_;  // CTAs of a cluster, side by side along N, that load each activation once
   static constexpr bool kCluster = kDecomposition == Decomposition::kSplitK;
+  static constexpr bool kSparse = kSparse_;  // 2:4-sparse weights: half of the codes, and their places
 
   static constexpr int kColumnBlocks = kNSm / kBlockColumns;             // packed blocks across the tile
   static constexpr int kDepthBlocks = kKSm / kBlockDepth;                // packed blocks down a stage
@@ -33,8 +35,12 @@ struct HopperConfig {
   static constexpr int kThreads = kConsumerThreads + (kMoveRegisters ? 128 : 64);
   static constexpr int kRegisterCap = kMoveRegisters ? kConsumerRegisters : 65536 / (kCtasPerSm * kThreads) / 8 * 8;
 
-  // k16 steps of one commit group: four, or two where registers are short.
-  static constexpr int kBatch = kDecomposition != Decomposition::kHybrid && !(kCluster && kWarpgroupsK > 1 && kWarpgroupsN > 1) && kRowBlocks * kMTile / 2 + 68 <= kRegisterCap ? 4 : 2;
+  // Instructions of one commit group: four, or two where registers are short. Fragments alternate between two sets, so that a stage must hold an
+  // even number of groups.
+  static constexpr bool kFewRegisters = kDecomposition == Decomposition::kHybrid || (kCluster && kWarpgroupsK > 1 && kWarpgroupsN > 1) ||
+                                        kRowBlocks * kMTile / 2 + (kSparse ? 80 : 68) > kRegisterCap;
+  static constexpr bool kOddQuads = kSparse && kDepthBlocks * kRowBlocks % 2 == 1;
+  static constexpr int kBatch = kFewRegisters || kOddQuads ? 2 : 4;
   // Second argument of __launch_bounds__: setmaxnreg needs the 1. Otherwise none: with a minimum of blocks ptxas 13.0 serialises wgmma
   // (C7512) though the registers suffice; build.py checks afterwards that kCtasPerSm CTAs fit.
   static constexpr int kMinBlocks = kMoveRegisters ? 1 : 0;
@@ -43,7 +49,10 @@ struct HopperConfig {
 
   // Shared memory: activations (1024-byte aligned for the swizzle), weights, reduction buffers, barriers.
   static constexpr int kActivationBytes = kMTile * kKSm * 2;             // of one stage: [k_sm / 64][m_tile][128 bytes]
-  static constexpr int kBlockRowBytes = kDepthBlocks * Dequant::kBlockBytes;  // one block column of a stage, contiguous in memory
+  static constexpr int kCodeBytes = kSparse ? kSparseCodeBytes : kBlockCodeBytes;                // of a block, in front
+  static constexpr int kEntryOffset = kSparse ? kSparseCodeBytes + kSparseMetaBytes : kCodeBytes;  // scale entries of a block
+  static constexpr int kBlockBytes = kSparse ? sparse_block_bytes(kGroupSize) : Dequant::kBlockBytes;
+  static constexpr int kBlockRowBytes = kDepthBlocks * kBlockBytes;      // one block column of a stage, contiguous in memory
   static constexpr int kWeightBytes = (kColumnBlocks * kBlockRowBytes + 127) / 128 * 128;
   static constexpr int kWeightOffset = kStages * kActivationBytes;
   static constexpr int kReduceOffset = kWeightOffset + kStages * kWeightBytes;
@@ -63,6 +72,7 @@ struct HopperConfig {
                                     kKSm / 64 % kMulticast == 0), "multicast needs whole columns and an equal part of a stage per CTA");
   static_assert(kCluster || kSplit == 1, "only split_k uses a cluster");
   static_assert(kDecomposition != Decomposition::kHybrid || (kRowBlocks == 1 && kWarpgroupsK == 1), "hybrid: one block a warpgroup");
+  static_assert(!kSparse || (is_sparse_group(kGroupSize) && !kZeros_), "sparse: group_size 64, 128 or -1, symmetric");
   static_assert(kDecomposition != Decomposition::kStriped, "the Hopper family calls contiguous ranges stream_k");
 
   using Work = WorkLoop<kDecomposition, kSplit, kMulticast>;

@@ -1,5 +1,5 @@
 // The consumer's main loop: packed codes from shared memory to fragments to wgmma, one 64 x 64 piece of weights (a "quad": four k16 steps)
-// after the other, with the next quad's codes already on their way.
+// after the other, with the next quad's codes already on their way. Of 2:4-sparse weights a quad is 64 x 128, as many codes, and four k32 steps.
 #pragma once
 #include "marlin_cutlass/hopper_config.cuh"
 #include "marlin_cutlass/prims_hopper.cuh"
@@ -8,8 +8,11 @@ namespace marlin_cutlass {
 
 template <class C> struct HopperMainloop {
   using D = typename C::Dequant;
-  static constexpr int kQuads = C::kDepthBlocks * C::kRowBlocks * 2;  // quads of one stage, order: depth block, row block, half
-  static constexpr int kEntriesPerQuad = C::kGroupSize == 32 ? 2 : 1;
+  static constexpr int kHalves = C::kSparse ? 1 : 2;                        // quads of a block
+  static constexpr int kQuads = C::kDepthBlocks * C::kRowBlocks * kHalves;  // quads of one stage, order: depth block, row block, half
+  static constexpr int kQuadDepth = kBlockDepth / kHalves;
+  static constexpr int kEntriesPerQuad = C::kGroupSize > 0 && C::kGroupSize < kQuadDepth ? 2 : 1;
+  static constexpr int kSliceUnits = C::kMTile * 8;  // 16-byte units of a 64-deep slice of activations
 
   float acc[C::kRowBlocks][C::kMTile / 2];
 
@@ -17,7 +20,10 @@ template <class C> struct HopperMainloop {
     const int warp = warp_index() & 3, lane = lane_index();
     const smem_addr_t weights = base + C::kWeightOffset + warpgroup_n * C::kRowBlocks * C::kBlockRowBytes;
     codes_ = weights + warp * 512 + lane * 16;
-    entries_ = weights + kBlockCodeBytes + warp * D::kAtomBytes + (lane >> 2) * D::kEntryBytes;
+    entries_ = weights + C::kEntryOffset + warp * D::kAtomBytes + (lane >> 2) * D::kEntryBytes;
+    // Two atoms, and so two warps, share their words of places: lanes 0 and 1 of four hold those of the first, 2 and 3 of the second. The
+    // instruction takes them from lanes 0 and 1.
+    if constexpr (C::kSparse) places_ = weights + kSparseCodeBytes + warp / 2 * 512 + (lane ^ warp % 2 * 2) * 16;
     descriptor_ = make_descriptor(uniform(descriptor_low(base)));
     ring_.stage = warpgroup_k;
   }
@@ -49,6 +55,9 @@ template <class C> struct HopperMainloop {
   }
 
  private:
+  // What the instructions of a batch read from registers, not to be changed until they have been waited for.
+  struct Operands { uint32_t fragment[C::kBatch][4], places[C::kSparse ? C::kBatch : 1]; };
+
   MC_DEVICE void release(int stage) {
     if (lane_index() == 0) mbarrier_arrive(C::empty(base_, stage));
   }
@@ -58,15 +67,16 @@ template <class C> struct HopperMainloop {
   }
 
   template <int kQuad> MC_DEVICE void load_quad(int stage) {
-    constexpr int kDepth = kQuad / (2 * C::kRowBlocks), kRow = kQuad / 2 % C::kRowBlocks, kHalf = kQuad % 2;
-    constexpr int kBlock = kRow * C::kBlockRowBytes + kDepth * D::kBlockBytes;
+    constexpr int kDepth = kQuad / (kHalves * C::kRowBlocks), kRow = kQuad / kHalves % C::kRowBlocks, kHalf = kQuad % kHalves;
+    constexpr int kBlock = kRow * C::kBlockRowBytes + kDepth * C::kBlockBytes;
     const int at = stage * C::kWeightBytes;
     codes_next_ = ld_shared_u32x4(codes_ + at + kBlock + kHalf * 2048);
+    if constexpr (C::kSparse) places_next_ = ld_shared_u32x4(places_ + at + kBlock);
     if constexpr (D::kHasEntries) {
-      if constexpr (C::kGroupSize == 32) {
+      if constexpr (kEntriesPerQuad == 2) {
         entry_next_[0] = D::load(entries_ + at + kBlock + (2 * kHalf) * D::kGroupBytes);
         entry_next_[1] = D::load(entries_ + at + kBlock + (2 * kHalf + 1) * D::kGroupBytes);
-      } else if constexpr (C::kGroupSize == 64) {
+      } else if constexpr (C::kGroupSize == kQuadDepth) {
         entry_next_[0] = D::load(entries_ + at + kBlock + kHalf * D::kGroupBytes);
       } else if constexpr (kHalf == 0) {  // one group, or per-column zero points, for the whole block
         entry_next_[0] = D::load(entries_ + at + kBlock);
@@ -82,36 +92,47 @@ template <class C> struct HopperMainloop {
   }
 
   template <int kQuad> MC_DEVICE void quad(int stage, bool more) {
-    constexpr int kDepth = kQuad / (2 * C::kRowBlocks), kRow = kQuad / 2 % C::kRowBlocks, kHalf = kQuad % 2;
+    constexpr int kDepth = kQuad / (kHalves * C::kRowBlocks), kRow = kQuad / kHalves % C::kRowBlocks, kHalf = kQuad % kHalves;
     const U32x4 codes = codes_next_;
     if constexpr (kHalf == 0 || C::kGroupSize == 64 || C::kGroupSize == 32) {
       scales_[0] = D::prepare(entry_next_[0]);
       if constexpr (kEntriesPerQuad == 2) scales_[1] = D::prepare(entry_next_[1]);
     }
+    const uint32_t places[4] = {places_next_.x, places_next_.y, places_next_.z, places_next_.w};
     if constexpr (kQuad + 1 < kQuads) load_quad<kQuad + 1>(stage);
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
     // In 64 bits: a pair of uniform registers then takes one add with carry, not an add and two moves, for each wgmma.
-    const uint64_t descriptor = descriptor_ + static_cast<uint32_t>(stage * (C::kActivationBytes / 16) + (kDepth * 2 + kHalf) * (C::kMTile * 8));
+    const uint64_t descriptor = descriptor_ + static_cast<uint32_t>(stage * (C::kActivationBytes / 16) + (kDepth * 2 + kHalf) * kSliceUnits);
 #pragma unroll
     for (int b = 0; b < 4 / C::kBatch; ++b) {
       constexpr int kBatch = C::kBatch;
-      uint32_t(&fragments)[4 * kBatch] = fragments_[(kQuad * (4 / kBatch) + b) % 2];
+      constexpr int kBatches = 4 / kBatch;
+      Operands& operands = operands_[(kQuad * kBatches + b) % 2];
 #pragma unroll
       for (int s = 0; s < kBatch; ++s) {
         const int step = b * kBatch + s;
-        D::fragment(words[step], scales_[kEntriesPerQuad == 2 ? step / 2 : 0], &fragments[4 * s]);
+        D::fragment(words[step], scales_[kEntriesPerQuad == 2 ? step / 2 : 0], operands.fragment[s]);
+        if constexpr (C::kSparse) operands.places[s] = places[step];
       }
       wgmma_fence();
 #pragma unroll
-      for (int s = 0; s < kBatch; ++s)
-        wgmma_m64k16<typename C::Element, C::kMTile>(acc[kRow], &fragments[4 * s], descriptor + 2 * (b * kBatch + s));
+      for (int s = 0; s < kBatch; ++s) multiply(acc[kRow], operands, s, descriptor, b * kBatch + s);
       wgmma_commit();
-      if (b == 4 / kBatch - 1) {
+      if (b == kBatches - 1) {
         if constexpr (kQuad + 1 == kQuads && C::kLookahead) prefetch_next_stage(more);
       }
       wgmma_wait<1>();
       if (kQuad == 0 && b == 0) release_held();  // every wgmma of the stage before has finished
     }
+  }
+
+  // Step `step` of the quad whose activations begin at `descriptor`.
+  MC_DEVICE static void multiply(float (&sums)[C::kMTile / 2], const Operands& operands, int s, uint64_t descriptor, int step) {
+    if constexpr (C::kSparse)
+      wgmma_sparse_m64k32<typename C::Element, C::kMTile>(sums, operands.fragment[s], operands.places[s],
+                                                          descriptor + step / 2 * kSliceUnits + step % 2 * 4);
+    else
+      wgmma_m64k16<typename C::Element, C::kMTile>(sums, operands.fragment[s], descriptor + 2 * step);
   }
 
   MC_DEVICE void prefetch_next_stage(bool more) {
@@ -138,14 +159,14 @@ template <class C> struct HopperMainloop {
     }
   }
 
-  smem_addr_t base_, codes_, entries_;
+  smem_addr_t base_, codes_, entries_, places_ = 0;
   uint64_t descriptor_;
   RingPosition<C::kStages> ring_;
   int held_ = -1;
-  U32x4 codes_next_;
+  U32x4 codes_next_, places_next_{};
   typename D::Entry entry_next_[kEntriesPerQuad];
   RowScales scales_[kEntriesPerQuad];
-  uint32_t fragments_[2][4 * C::kBatch];
+  Operands operands_[2];  // of the batch in flight and of the next
 };
 
 }  // namespace marlin_cutlass

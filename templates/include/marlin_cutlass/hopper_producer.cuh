@@ -10,7 +10,7 @@ namespace marlin_cutlass {
 // long previous kernel is not mistaken for a stuck pipeline.
 template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& p, smem_addr_t base, Loop loop) {
   const uint64_t policy = evict_first_policy();
-  const int64_t block_row = static_cast<int64_t>(p.k_blocks) * C::Dequant::kBlockBytes;
+  const int64_t block_row = static_cast<int64_t>(p.k_blocks) * C::kBlockBytes;
   RingPosition<C::kStages> ring;
   int issued = 0;
   Segment s;
@@ -73,7 +73,7 @@ MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, 
 template <class C> MC_DEVICE const uint8_t* block_source(const GemmParams& p, int block, int step) {
   constexpr uint32_t kUnit = 128;  // blocks are multiples of 128 bytes: 32-bit arithmetic reaches 256 GiB
   const uint32_t index = static_cast<uint32_t>(block) * p.k_blocks + step * C::kDepthBlocks;
-  return p.weight + static_cast<uint64_t>(index * (C::Dequant::kBlockBytes / kUnit)) * kUnit;
+  return p.weight + static_cast<uint64_t>(index * (C::kBlockBytes / kUnit)) * kUnit;
 }
 
 // A slot without a block in a stage does not wait for it: the producer arrives in its place.
