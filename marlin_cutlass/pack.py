@@ -63,16 +63,19 @@ def pack(
     Raises TypeError for a wrong dtype, ValueError for wrong shapes or values, before anything is
     written.
     """
-    _check_codes(q)
+    _check_code_form(q)
     k, n = q.shape
     check_sizes(k, n, group_size)
     rows = 1 if group_size < 0 else k // group_size
-    _check_scales(scales, rows, q, group_size)
-    zeros = None if zeros is None else _integral_zeros(zeros, scales, q)
+    _check_scale_form(scales, rows, q, group_size)
+    scales = scales.to(q.device)
+    zeros = None if zeros is None else _zero_form(zeros, scales).to(q.device)
+    if not _values_fit(q, scales, zeros):
+        _refuse_values(q, scales, zeros)
+    zeros = None if zeros is None else zeros.to(torch.int16)
     perm = None if g_idx is None else _permutation(g_idx, k, n, group_size)
     if perm is not None:
         q = q.index_select(0, perm.to(q.device))
-    scales = scales.to(q.device)
     stored, exponent_scale = _normalise(scales, group_size)
     col_scale = torch.zeros(
         ceil_div(n, BLOCK_COLUMNS) * BLOCK_COLUMNS, dtype=torch.float32, device=q.device
@@ -101,7 +104,7 @@ def _first(mask: Tensor) -> tuple[int, int]:
     return row, column
 
 
-def _check_codes(q: Tensor) -> None:
+def _check_code_form(q: Tensor) -> None:
     if not isinstance(q, Tensor) or q.dtype != torch.uint8:
         raise TypeError(
             f"q has dtype {_dtype_of(q)}: codes must be a uint8 tensor, one per element"
@@ -113,12 +116,20 @@ def _check_codes(q: Tensor) -> None:
             f"q has shape {tuple(q.shape)}: it must be [K, N] "
             "(pack the experts of a 3-D weight one by one)"
         )
+
+
+def _check_code_values(q: Tensor) -> None:
     if q.numel() and int(q.max()) > 15:
         k, n = _first(q > 15)
         raise ValueError(f"q[{k}, {n}]={int(q[k, n])} is not a 4-bit code: values must be 0..15")
 
 
-def _check_scales(scales: Tensor, rows: int, q: Tensor, group_size: int) -> None:
+def _check_codes(q: Tensor) -> None:
+    _check_code_form(q)
+    _check_code_values(q)
+
+
+def _check_scale_form(scales: Tensor, rows: int, q: Tensor, group_size: int) -> None:
     k, n = q.shape
     if not isinstance(scales, Tensor) or scales.dtype not in SCALE_DTYPES:
         raise TypeError(
@@ -129,6 +140,9 @@ def _check_scales(scales: Tensor, rows: int, q: Tensor, group_size: int) -> None
             f"scales have shape {tuple(scales.shape)}: {sizes(k, n, group_size)} "
             f"needs [K/group_size, N] = ({rows}, {n})"
         )
+
+
+def _check_scale_values(scales: Tensor) -> None:
     if not bool(torch.isfinite(scales).all()):
         group, column = _first(~torch.isfinite(scales))
         value = float(scales[group, column])
@@ -138,8 +152,13 @@ def _check_scales(scales: Tensor, rows: int, q: Tensor, group_size: int) -> None
         raise ValueError(f"scales reach {largest:g}: they must stay below 2^120")
 
 
-def _integral_zeros(zeros: Tensor, scales: Tensor, q: Tensor) -> Tensor:
-    """Zero points as int16 on the device of q, shape of scales."""
+def _check_scales(scales: Tensor, rows: int, q: Tensor, group_size: int) -> None:
+    _check_scale_form(scales, rows, q, group_size)
+    _check_scale_values(scales)
+
+
+def _zero_form(zeros: Tensor, scales: Tensor) -> Tensor:
+    """The zero points themselves, of a type and shape that can be right."""
     if not isinstance(zeros, Tensor) or zeros.dtype == torch.bool or zeros.is_complex():
         raise TypeError(
             f"zeros have dtype {_dtype_of(zeros)}: they must be an integer or floating-point tensor"
@@ -149,7 +168,10 @@ def _integral_zeros(zeros: Tensor, scales: Tensor, q: Tensor) -> Tensor:
             f"zeros have shape {tuple(zeros.shape)} and scales {tuple(scales.shape)}: "
             "they must be equal"
         )
-    zeros = zeros.to(q.device)
+    return zeros
+
+
+def _check_zero_values(zeros: Tensor) -> None:
     if zeros.is_floating_point():
         fractional = zeros != zeros.round()  # also true for NaN
         if bool(fractional.any()):
@@ -161,7 +183,25 @@ def _integral_zeros(zeros: Tensor, scales: Tensor, q: Tensor) -> Tensor:
     low, high = float(zeros.amin()), float(zeros.amax())
     if low < 0 or high > MAX_ZERO:
         raise ValueError(f"zeros span {low:g}..{high:g}: zero points must be 0..16")
-    return zeros.to(torch.int16)
+
+
+def _values_fit(q: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
+    """Whether all values can be packed: one wait for the device, whatever there is to check."""
+    fit = (q.amax() <= 15) & (scales.abs().amax().float() < MAX_SCALE)  # NaN and inf are not less
+    if zeros is not None:
+        low, high = torch.aminmax(zeros)
+        fit &= (low >= 0) & (high <= MAX_ZERO)
+        if zeros.is_floating_point():
+            fit &= (zeros == zeros.round()).all()
+    return bool(fit)
+
+
+def _refuse_values(q: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
+    """Raises for the first value that does not fit."""
+    _check_code_values(q)
+    _check_scale_values(scales)
+    if zeros is not None:
+        _check_zero_values(zeros)
 
 
 def _permutation(g_idx: Tensor, k: int, n: int, group_size: int) -> Tensor | None:
@@ -209,11 +249,12 @@ def _assemble(q: Tensor, stored: Tensor | None, zeros: Tensor | None, group_size
     k, n = q.shape
     n_blocks, k_blocks = ceil_div(n, BLOCK_COLUMNS), ceil_div(k, BLOCK_DEPTH)
     count, width = n_blocks * k_blocks, block_bytes(group_size, zeros is not None)
-    out = torch.zeros(count + SLACK_BLOCKS, width, dtype=torch.uint8, device=q.device)
+    out = torch.empty(count + SLACK_BLOCKS, width, dtype=torch.uint8, device=q.device)
+    out[count:] = 0
     words = _code_words(
         _padded(q, k_blocks * BLOCK_DEPTH, n_blocks * BLOCK_COLUMNS, 8 if zeros is None else 0)
     )
-    out[:count, :CODE_BYTES] = words.view(torch.uint8).view(count, CODE_BYTES)
+    out.view(torch.int32)[:count, : CODE_BYTES // 4] = words.view(count, CODE_BYTES // 4)
     if width > CODE_BYTES:
         entries = _entries(stored, zeros, group_size, n_blocks, k_blocks)
         out[:count, CODE_BYTES:] = entries.view(torch.uint8).view(count, width - CODE_BYTES)
@@ -230,27 +271,21 @@ def _padded(values: Tensor, rows: int, columns: int, fill: int) -> Tensor:
 
 def _code_words(q: Tensor) -> Tensor:
     """int32 words [n_block, k_block, half, atom, lane, step] of padded codes [K, N]; axes as in
-    `layout.Layout.code`."""
+    `layout.Layout.code`.
+
+    Four neighbouring columns are two rows (v) of two lanes (j). Moved together, the codes of both v
+    fill a byte, and a word is four such bytes, of different k, rotated left by 2.
+    """
     k_blocks, n_blocks = q.shape[0] // BLOCK_DEPTH, q.shape[1] // BLOCK_COLUMNS
-    # k = block, half, step, u (deep / 8), t (lane % 4), high; n = block, atom, i (4 columns), v
-    # (row / 8), j
-    codes = q.reshape(k_blocks, 2, 4, 2, 4, 2, n_blocks, 4, 4, 2, 2)
-    words = None
-    for pair in range(4):
-        for high in range(2):
-            code = codes[:, :, :, pair // 2, :, high, :, :, :, pair % 2, :].to(torch.int32)
-            shift = 2 + 4 * pair + 16 * high
-            if shift == 30:  # wraps around the end of the word
-                code = (
-                    code.bitwise_and(3)
-                    .bitwise_left_shift(30)
-                    .bitwise_or_(code.bitwise_right_shift(2))
-                )
-            else:
-                code.bitwise_left_shift_(shift)
-            words = code if words is None else words.bitwise_or_(code)
-    # axes now: k_block, half, step, t, n_block, atom, i, j
-    return words.permute(4, 0, 1, 5, 6, 7, 3, 2).contiguous()
+    fours = q.contiguous().view(torch.int32)  # bytes: v 0 j 0, v 0 j 1, v 1 j 0, v 1 j 1
+    fours = fours.bitwise_right_shift(12).bitwise_or_(fours)  # bytes j = 0, 1, and two of no use
+    # k = block, half, step, u (deep / 8), t (lane % 4), high; n = block, atom, i (4 columns), byte
+    both = fours.view(torch.uint8).view(k_blocks, 2, 4, 2, 4, 2, n_blocks, 4, 4, 4)[..., :2]
+    # word: n_block, k_block, half, atom, lane = i, j, t, step; its bytes: high, u
+    parts = both.permute(6, 0, 1, 7, 8, 9, 4, 2, 5, 3).contiguous()
+    words = parts.flatten(-2).view(torch.int32).squeeze(-1)
+    top = words.bitwise_right_shift(30).bitwise_and_(3)
+    return words.bitwise_left_shift_(2).bitwise_or_(top)
 
 
 def _spread(values: Tensor, rows: int, k_blocks: int, per_block: int, n_blocks: int) -> Tensor:
@@ -278,13 +313,15 @@ def _entries(
     parts = []
     if stored is not None:
         spread = _spread(stored, rows, k_blocks, per_block, n_blocks).float()
-        # Not the default dtype, which engines set to fp16 while they load: 2^22 would be infinite.
-        shifts = [2.0**LOW_SHIFT, 2.0**HIGH_SHIFT]
-        factor = torch.tensor(shifts, dtype=torch.float32, device=spread.device)
-        parts.append((spread * factor).half().view(torch.int16))
+        # By numbers, not by a tensor of two: a copy to the device would wait for it.
+        spread[..., 0] *= 2.0**LOW_SHIFT
+        spread[..., 1] *= 2.0**HIGH_SHIFT
+        parts.append(spread.half().view(torch.int16))
     if zeros is not None:  # z * 2^-22 is the fp16 subnormal z << 2
-        spread = _spread(zeros, rows, k_blocks, per_block, n_blocks)
-        parts.append(spread << torch.tensor([2, 6], dtype=torch.int16, device=spread.device))
+        spread = _spread(zeros, rows, k_blocks, per_block, n_blocks).clone()
+        spread[..., 0] <<= 2
+        spread[..., 1] <<= 6
+        parts.append(spread)
     return torch.cat(parts, dim=-1).contiguous()
 
 
