@@ -25,9 +25,17 @@ TENSORS = {
         ("weight_packed", "weight_scale"),
         ("weight_zero_point", "weight_shape", "weight_g_idx"),
     ),
+    "marlin-24": (("weight_packed", "scale_packed", "meta"), ()),
     "marlin": (("B", "s"), ("workspace",)),
+    "sparse-marlin": (("B_24", "s", "B_meta"), ("workspace",)),
 }
-ANCHOR = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed", "marlin": "B"}
+ANCHOR = {name: required[0] for name, (required, _) in TENSORS.items()}
+SCALES = {
+    "compressed-tensors": "weight_scale",
+    "marlin-24": "scale_packed",
+    "marlin": "s",
+    "sparse-marlin": "s",
+}  # of the others: "scales"
 EMBEDDING = re.compile(r"(^|[._])(embed\w*|wte|wpe|tok_embeddings|shared)($|[._])")
 
 
@@ -145,6 +153,8 @@ def _shape(plan: Plan, found: dict) -> tuple[tuple[int, int], int | None]:
         "gptq": (rows * 8, columns),
         "awq": (rows, columns * 8),
         "marlin": (rows * 16, columns // 2),
+        "sparse-marlin": (rows * 32, columns // 2),
+        "marlin-24": (rows * 32, columns // 2),
         "compressed-tensors": (columns * 8, rows),
     }
     return shapes[scheme], experts
@@ -180,7 +190,7 @@ def _check_layer(plan: Plan, layer: LayerPlan) -> list[str]:
 def _check_scale_shape(plan: Plan, layer: LayerPlan) -> list[str]:
     k, n = layer.shape
     group = layer.scheme.group_size
-    role = {"compressed-tensors": "weight_scale", "marlin": "s"}.get(layer.scheme.name, "scales")
+    role = SCALES.get(layer.scheme.name, "scales")
     if role not in layer.tensors or (group > 0 and k % group) or layer.experts is not None:
         return []
     found = plan.info(*layer.tensors[role]).shape

@@ -6,16 +6,21 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint_plan import LayerPlan, Plan
+from .checkpoint_plan import TENSORS, LayerPlan, Plan
 from .formats import (
     QuantizedWeight,
     read_awq,
     read_compressed_tensors,
     read_gptq,
     read_marlin,
+    read_marlin_24,
+    read_sparse_marlin,
 )
 from .quantize.rtn import all_finite, quantize_rtn
 from .safetensors_stream import TensorInfo
+
+# Readers of 2:4-sparse layers, whose arguments are in the order of checkpoint_plan.TENSORS.
+SPARSE = {"marlin-24": read_marlin_24, "sparse-marlin": read_sparse_marlin}
 
 
 def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
@@ -27,16 +32,16 @@ def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
     size = info.stop - info.start
     if not size:
         return torch.empty(info.shape, dtype=info.dtype)
-    buffer = bytearray(size)
+    buffer = torch.empty(size, dtype=torch.uint8)
     with open(path, "rb", buffering=0) as file:
         file.seek(info.start)
-        view = memoryview(buffer)
+        view = memoryview(buffer.numpy())
         while view:
             got = file.readinto(view)
             if not got:
                 raise ValueError(f"{path} is cut short")
             view = view[got:]
-    return torch.frombuffer(buffer, dtype=info.dtype).view(info.shape)
+    return buffer.view(info.dtype).view(info.shape)
 
 
 def read_layer(plan: Plan, layer: LayerPlan) -> list[QuantizedWeight]:
@@ -63,6 +68,9 @@ def read_layer(plan: Plan, layer: LayerPlan) -> list[QuantizedWeight]:
         ]
     if scheme.name == "marlin":
         return [read_marlin(parts["B"], parts["s"], group_size=scheme.group_size, name=layer.name)]
+    if scheme.name in SPARSE:
+        values = (parts[role] for role in TENSORS[scheme.name][0])
+        return [SPARSE[scheme.name](*values, group_size=scheme.group_size, name=layer.name)]
     if layer.experts is None:
         return [_read_ct(layer, parts)]
     shape = parts.pop("weight_shape", None)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .formats.support import support
+from .formats.support import MARLIN_24, support
 from .json_file import read_object
 
 FORMAT_NAME = "marlin_cutlass"
@@ -17,7 +17,7 @@ FORMAT_NAME = "marlin_cutlass"
 class Scheme:
     """How a folder is quantised, from its config.json."""
 
-    name: str  # key of TENSORS, or "dense"
+    name: str  # key of checkpoint_plan.TENSORS, or "dense"
     group_size: int = 128
     sym: bool | None = None
     checkpoint_format: str = "gptq"
@@ -103,7 +103,8 @@ def _gptq_scheme(quant: dict) -> Scheme:
     _check_overrides(quant)
     fmt = quant.get("checkpoint_format") or ("marlin" if quant.get("is_marlin_format") else "gptq")
     fmt = "marlin" if quant.get("quant_method") == "marlin" else fmt
-    name = "marlin" if fmt == "marlin" else "gptq"
+    fmt = "sparse-marlin" if fmt == "marlin_24" else fmt
+    name = fmt if fmt in ("marlin", "sparse-marlin") else "gptq"
     scheme = Scheme(
         name,
         _whole(quant, "group_size", -1),
@@ -113,7 +114,7 @@ def _gptq_scheme(quant: dict) -> Scheme:
         source=quant,
     )
     # A marlin file may say desc_act from its origin; it cannot have been kept.
-    act_order = None if name == "marlin" else scheme.act_order
+    act_order = scheme.act_order if name == "gptq" else None
     scheme = Scheme(**{**scheme.__dict__, "act_order": act_order})
     return _checked(fmt, scheme, _whole(quant, "bits", 4), None)
 
@@ -141,13 +142,13 @@ def _ct_scheme(quant: dict) -> Scheme:
             f"weights of type {weights.get('type')} with strategy {strategy} are not"
             " supported: int with group, channel or tensor"
         )
+    fmt = groups[0].get("format") or quant.get("format")
     scheme = Scheme(
-        "compressed-tensors",
+        MARLIN_24 if fmt == MARLIN_24 else "compressed-tensors",
         _whole(weights, "group_size") if strategy == "group" else -1,
         weights.get("symmetric", True),
         "compressed-tensors",
         weights.get("actorder"),
         source=quant,
     )
-    fmt = groups[0].get("format") or quant.get("format")
     return _checked("compressed-tensors", scheme, _whole(weights, "num_bits", 4), fmt)

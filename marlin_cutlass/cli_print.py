@@ -33,7 +33,8 @@ def print_report(report, target: Path, as_json: bool) -> None:
 
 def layer_table(layers) -> Table:
     table = Table()
-    for title in ("layer", "K", "N", "group", "zeros", "order"):
+    sparse = any(x.sparse for x in layers)  # a column only where there is something to say
+    for title in ("layer", "K", "N", "group", "zeros", "order", *(["2:4"] if sparse else [])):
         table.add_column(title, overflow="fold")
     rows = sorted(layers[0].kernels)
     for m in rows:
@@ -48,6 +49,7 @@ def layer_table(layers) -> Table:
             str(x.group_size),
             word[x.zeros],
             word[x.act_order],
+            *([word[x.sparse]] if sparse else []),
             *(x.kernels[m] for m in rows),
         )
     return table

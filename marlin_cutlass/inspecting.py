@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint_plan import Plan, make_plan
+from .checkpoint_read import SPARSE
 from .checkpoint_scheme import FORMAT_NAME, read_config
 from .files import check_metadata
 from .layout import packed_bytes
@@ -43,6 +44,7 @@ class LayerInfo:
     zeros: bool | None
     act_order: bool | None
     experts: int | None = None
+    sparse: bool = False
     kernels: dict[int, str] = field(default_factory=dict)
 
 
@@ -93,6 +95,7 @@ def _info(name: str, form: dict) -> LayerInfo:
         form["has_zeros"],
         form.get("act_order"),
         form.get("experts"),
+        bool(form.get("sparse", False)),
     )
 
 
@@ -128,10 +131,9 @@ def _inspect_ours(path: Path, quant: dict) -> Inspection:
 def _inspect_plan(path: Path, plan: Plan) -> Inspection:
     scheme = plan.scheme
     zeros = None if scheme.sym is None else not scheme.sym
-    layers = [
-        LayerInfo(x.name, *x.shape, scheme.group_size, zeros, bool(scheme.act_order), x.experts)
-        for x in plan.layers
-    ]
+    form = (scheme.group_size, zeros, bool(scheme.act_order))
+    sparse = scheme.name in SPARSE
+    layers = [LayerInfo(x.name, *x.shape, *form, x.experts, sparse) for x in plan.layers]
     name = scheme.checkpoint_format if scheme.name == "gptq" else scheme.name
     return Inspection(
         str(path),
@@ -153,10 +155,10 @@ def add_kernels(found: Inspection, gpu: str, rows: Sequence[int], dtype: str = "
     known: dict[tuple, str] = {}
     for layer in found.layers:
         for m in rows:
-            key = (m, layer.n, layer.k, layer.group_size, bool(layer.zeros))
+            key = (m, layer.n, layer.k, layer.group_size, bool(layer.zeros), layer.sparse)
             if key not in known:
                 try:
-                    answer = explain(*key[:4], dtype, arch, bool(layer.zeros))
+                    answer = explain(*key[:4], dtype, arch, bool(layer.zeros), sparse=layer.sparse)
                     known[key] = answer.kernel or answer.why
                 except ValueError as error:
                     known[key] = str(error)
@@ -165,7 +167,7 @@ def add_kernels(found: Inspection, gpu: str, rows: Sequence[int], dtype: str = "
 
 def packed_size(layer: LayerInfo) -> int:
     """Bytes of the layer's codes, scales and zero points in our layout."""
-    one = packed_bytes(layer.k, layer.n, layer.group_size, bool(layer.zeros))
+    one = packed_bytes(layer.k, layer.n, layer.group_size, bool(layer.zeros), layer.sparse)
     return one * (layer.experts or 1)
 
 

@@ -78,7 +78,7 @@ def quantization_config(fmt: str, group_size: int, zeros: bool, act_order: bool)
     weights = {"num_bits": 4, "type": "int", "symmetric": not zeros, **strategy}
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "marlin-24" if fmt == "marlin-24" else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": ["lm_head"],
@@ -116,10 +116,11 @@ def write_folder(
                 g = torch.Generator().manual_seed(i)
                 orders[key] = (torch.arange(k) // group_size)[torch.randperm(k, generator=g)]
             order = orders[key]
-        made = random_layer(k, n, group_size, zeros or fmt == "awq", order, i, scale, dtype)
+        form = (zeros or fmt == "awq", order, i, scale, dtype, fmt == "marlin-24")
+        made = random_layer(k, n, group_size, *form)
         del tensors[f"{layer}.weight"]
-        parts = {"gptq": made.gptq, "awq": made.awq if made.zeros is not None else None}
-        parts = parts.get(fmt, made.compressed_tensors)()
+        writers = {"gptq": made.gptq, "awq": made.awq, "marlin-24": made.marlin_24}
+        parts = writers.get(fmt, made.compressed_tensors)()
         tensors |= {f"{layer}.{role}": tensor.contiguous() for role, tensor in parts.items()}
         dense[f"{layer}.weight"] = made.dense.t().to(dtype).contiguous()
         if bias:

@@ -1,6 +1,7 @@
 """Random INT4 layers in every checkpoint format, and the dense weight that each stands for.
 
-Plain torch, written from the formats' definitions, apart from the package's readers.
+Plain torch, written from the formats' definitions, apart from the package's readers (but for the
+order of marlin-24).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from marlin_cutlass.formats import marlin_24
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -36,6 +39,26 @@ class Layer:
         zeros = torch.full_like(self.scales, 8) if self.zeros is None else self.zeros
         index = self.g_idx.long()
         return (self.q.float() - zeros.float()[index]) * self.scales.float()[index]
+
+    def marlin_24(self) -> dict[str, Tensor]:
+        """Of a 2:4-sparse weight, by the reader's own places: tests/fixtures hold the reader to
+        what the packers write."""
+        k, n = self.q.shape
+        fours = (self.q != 8).view(k // 4, 4, n)
+        order = (~fours).to(torch.uint8).argsort(dim=1, stable=True)[:, :2].sort(1).values
+        kept = self.q.view(k // 4, 4, n).gather(1, order).view(k // 32, 16, n // 16, 16)
+        chunks = kept.permute(0, 2, 1, 3).reshape(-1, 1024)[:, marlin_24.code_positions()]
+        packed = words(chunks.reshape(k // 32, 16 * n), 1)
+        meta = torch.zeros(n * k // 16, dtype=torch.int64)
+        nibbles = (order[:, 0] + 4 * order[:, 1]).t().reshape(n, k // 16, 4)
+        meta[marlin_24.meta_positions(n, k // 16)] = sum(nibbles[..., i] << 4 * i for i in range(4))
+        meta = torch.where(meta >= 2**15, meta - 2**16, meta).to(torch.int16)
+        scales = self.scales
+        if 0 < self.group_size < k // 2:
+            chunks = scales.reshape(-1, 64)[:, marlin_24.scale_positions()]
+            scales = chunks.reshape(scales.shape)
+        meta = meta.view(k // 32, 2 * n)
+        return {"weight_packed": packed, "scale_packed": scales, "meta": meta}
 
     def gptq(self) -> dict[str, Tensor]:
         """Version 1: zero points minus one, none of them 0 here."""
@@ -75,8 +98,9 @@ def random_layer(
     seed: int = 0,
     scale: float = 0.02,
     dtype: torch.dtype = torch.float16,
+    sparse: bool = False,
 ) -> Layer:
-    """act_order: True, or the g_idx to use."""
+    """act_order: True, or the g_idx to use. sparse: two of each four codes along K are 8."""
     g = torch.Generator().manual_seed(seed)
     size = k if group_size < 0 else group_size
     groups = k // size
@@ -85,8 +109,12 @@ def random_layer(
         index = act_order
     elif act_order:
         index = index[torch.randperm(k, generator=g)]
+    q = torch.randint(0, 16, (k, n), generator=g, dtype=torch.uint8)
+    if sparse:
+        order = torch.rand(k // 4, 4, n, generator=g).argsort(1).view(k, n)
+        q = torch.where(order < 2, q, torch.full_like(q, 8))
     return Layer(
-        torch.randint(0, 16, (k, n), generator=g, dtype=torch.uint8),
+        q,
         ((torch.rand(groups, n, generator=g) + 0.5) * scale).to(dtype),
         torch.randint(1, 16, (groups, n), generator=g, dtype=torch.uint8) if zeros else None,
         group_size,

@@ -308,7 +308,7 @@ def test_floating_point_folder_is_quantised_by_rtn(tmp_path):
         ({**GPTQ, "checkpoint_format": "gptq_p"}, "gptq_p"),
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "gemv"),
         ({"quant_method": "fp8"}, "fp8"),
-        (ct_config() | {"format": "marlin-24"}, "marlin-24"),
+        (ct_config() | {"format": "sparse-bitmask"}, "sparse-bitmask"),
         (ct_config(type="float"), "float"),
     ],
 )

@@ -176,7 +176,7 @@ def test_scale_dtypes(scale_dtype):
 def test_support_matrix_answers_every_combination():
     # 86: yes or no and a reason, never an exception.
     axes = itertools.product(
-        ("gptq", "gptq_v2", "awq", "compressed-tensors", "marlin", "hqq", "gguf"),
+        ("gptq", "gptq_v2", "awq", "compressed-tensors", "marlin", "sparse-marlin", "hqq", "gguf"),
         (True, False),
         (16, 32, 64, 128, 256, 1024, -1, 0, 96),
         (None, False, True, "static", "group", "odd"),
@@ -185,9 +185,11 @@ def test_support_matrix_answers_every_combination():
         answer = formats.support(fmt, sym=sym, group_size=g, act_order=order)
         assert isinstance(answer.ok, bool) and answer.reason
         expected = fmt != "gguf" and g in (32, 64, 128, 256, 1024, -1) and order != "odd"
-        if order in (True, "static", "group") and fmt in ("awq", "marlin", "hqq"):
+        if order in (True, "static", "group") and fmt in ("awq", "marlin", "sparse-marlin", "hqq"):
             expected = False
-        if fmt == "marlin" and not sym:
+        if fmt in ("marlin", "sparse-marlin") and not sym:
+            expected = False
+        if fmt == "sparse-marlin" and g == 32:
             expected = False
         assert bool(answer) == expected, (fmt, sym, g, order, answer)
 
@@ -196,7 +198,11 @@ def test_support_gives_the_reason():
     assert "group_size=16" in formats.support("gptq", group_size=16).reason
     assert "bits=8" in formats.support("gptq", bits=8).reason
     assert "gemv" in formats.support("awq", version="gemv").reason
-    assert "marlin-24" in formats.support("compressed-tensors", version="marlin-24").reason
+    assert "bitmask" in formats.support("compressed-tensors", version="sparse-bitmask").reason
+    for form in ({"sym": False}, {"group_size": 32}, {"act_order": "group"}):
+        answer = formats.support("compressed-tensors", version="marlin-24", **form)
+        assert not answer and "2:4" in answer.reason
+    assert "2:4" in formats.support("compressed-tensors", version="marlin-24").reason
     assert "never rounded" in formats.support("hqq", fractional_zeros=True).reason
     assert "k=4304" in formats.support("gptq", group_size=32, k=4304).reason
     assert not formats.support("gptq", act_order=True, sym=False, group_size=96)

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from integration_weights import random_layer
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import marlin_cutlass as mc
 from marlin_cutlass import formats
+from marlin_cutlass.checkpoint import CheckpointError, convert_checkpoint
+from marlin_cutlass.checkpoint_verify import verify_checkpoint
+from marlin_cutlass.inspecting import add_kernels, inspect_path, packed_size
 from marlin_cutlass.sparse import check_2_4
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -101,3 +106,95 @@ def test_wrong_tensors_are_named():
         mc.from_compressed_tensors(file["weight_packed"], group_size=128)
     with pytest.raises(ValueError, match="no zero points"):
         mc.from_compressed_tensors(**file, group_size=128, symmetric=False)
+
+
+def folder(path: Path, tensors: dict, quant: dict) -> Path:
+    path.mkdir()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "m.safetensors"
+    )
+    config = {"architectures": ["X"], "quantization_config": quant}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def ct_config(**weights) -> dict:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, **weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "marlin-24",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+def ct_tensors(name: str, case: str) -> tuple[dict, dict]:
+    want, file, _ = load(f"ct_marlin24_{case}")
+    return want, {f"{name}.{role}": tensor for role, tensor in file.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_marlin_24_folder(tmp_path, case):
+    want, tensors = ct_tensors("model.up_proj", case)
+    tensors["model.up_proj.bias"] = torch.randn(want["q"].shape[1]).half()
+    strategy = {"strategy": "channel"}
+    if case != "gcol":
+        strategy = {"strategy": "group", "group_size": 128}
+    src = folder(tmp_path / "in", tensors, ct_config(**strategy))
+    report = convert_checkpoint(src, tmp_path / "out")
+    form = report.layers["model.up_proj"]
+    assert report.source_format == "marlin-24" and form["sparse"] is True
+    assert max(verify_checkpoint(src, tmp_path / "out").values()) < 1e-6
+    out = load_file(tmp_path / "out" / "m.safetensors")
+    assert torch.equal(out["model.up_proj.bias"], tensors["model.up_proj.bias"])
+    weight = mc.load(tmp_path / "out" / "m.safetensors")["model.up_proj"]
+    group_size = -1 if case == "gcol" else 128
+    assert weight == mc.pack_sparse(want["q"], want["scales"], group_size=group_size)
+    for path in (src, tmp_path / "out"):
+        found = inspect_path(path)
+        add_kernels(found, "sm_90a", [16])
+        (layer,) = found.layers
+        assert layer.sparse and (layer.k, layer.n) == tuple(want["q"].shape)
+        assert "sparse" in layer.kernels[16] or "no row" in layer.kernels[16]
+        assert packed_size(layer) == weight.packed.numel()
+
+
+def test_sparse_marlin_folder(tmp_path):
+    want, file, _ = load("sparse-marlin_g128")
+    roles = {"B": "B_24", "s": "s", "meta": "B_meta"}
+    tensors = {f"x.{roles[role]}": tensor for role, tensor in file.items()}
+    k, n = want["q"].shape
+    tensors["x.B_meta"] = tensors["x.B_meta"].view(k // 32, 2 * n)  # as vLLM's layer has it
+    tensors["x.workspace"] = torch.zeros(16, dtype=torch.int32)
+    quant = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    src = folder(tmp_path / "in", tensors, {**quant, "checkpoint_format": "marlin_24"})
+    report = convert_checkpoint(src, tmp_path / "out")
+    assert report.source_format == "sparse-marlin" and not report.unused
+    assert max(verify_checkpoint(src, tmp_path / "out").values()) < 1e-6
+
+
+def test_problems_of_a_marlin_24_folder_are_named_before_anything_is_written(tmp_path):
+    _, tensors = ct_tensors("a", "g128")
+    _, more = ct_tensors("b", "g128")
+    del tensors["a.meta"], more["b.weight_packed"]
+    src = folder(tmp_path / "in", tensors | more, ct_config(strategy="group", group_size=128))
+    with pytest.raises(CheckpointError) as error:
+        convert_checkpoint(src, tmp_path / "out")
+    assert "tensor a.meta is missing" in str(error.value)
+    assert "tensor b.weight_packed is missing" in str(error.value)
+    assert not (tmp_path / "out").exists()
+    for changes, reason in (
+        ({"symmetric": False, "strategy": "channel"}, "no zero points"),
+        ({"strategy": "group", "group_size": 32}, "group_size=32"),
+        ({"strategy": "channel", "num_bits": 8}, "bits=8"),
+    ):
+        text = json.dumps({"quantization_config": ct_config(**changes)})
+        (src / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=reason):
+            convert_checkpoint(src, tmp_path / "out")
+
+
+@pytest.mark.parametrize("k, n, group_size", [(128, 64, 64), (384, 192, 128), (256, 64, -1)])
+def test_random_layers(k, n, group_size):
+    layer = random_layer(k, n, group_size, seed=k, sparse=True)
+    weight = formats.read_marlin_24(**layer.marlin_24(), group_size=group_size)
+    assert torch.equal(weight.q, layer.q) and torch.equal(weight.scales, layer.scales)

@@ -39,6 +39,8 @@ CASES = [
     ("qwen2", "awq", {"shards": 2}),
     ("mixtral", "gptq", {}),
     ("mixtral", "compressed-tensors", {"shards": 2}),
+    ("llama", "marlin-24", {"group_size": 128}),
+    ("llama", "marlin-24", {"group_size": -1}),
 ]
 
 
@@ -53,7 +55,7 @@ def test_a_foreign_folder_loads_into_quantised_layers(tmp_path, name, fmt, optio
         assert model.model.layers[0].self_attn.o_proj.bias is None
 
 
-@pytest.mark.parametrize("name,fmt,options", [CASES[1], CASES[2], CASES[7], CASES[10]])
+@pytest.mark.parametrize("name,fmt,options", [CASES[1], CASES[2], CASES[7], CASES[10], CASES[11]])
 def test_saving_and_loading_again_changes_no_bit(tmp_path, name, fmt, options):
     write_folder(tmp_path / "a", name, fmt, **options)
     first = hf.from_pretrained(tmp_path / "a")
@@ -69,12 +71,17 @@ def test_saving_and_loading_again_changes_no_bit(tmp_path, name, fmt, options):
         assert torch.equal(first(IDS).logits, second(IDS).logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral"])
-def test_a_converted_folder_loads_with_the_plain_loader(tmp_path, name):
-    reference = write_folder(tmp_path / "a", name, "gptq", zeros=True)
+@pytest.mark.parametrize(
+    "name, fmt", [("llama", "gptq"), ("qwen2", "gptq"), ("mixtral", "gptq"), ("llama", "marlin-24")]
+)
+def test_a_converted_folder_loads_with_the_plain_loader(tmp_path, name, fmt):
+    sparse = fmt == "marlin-24"
+    options = {"group_size": 128} if sparse else {"zeros": True}
+    reference = write_folder(tmp_path / "a", name, fmt, **options)
     convert_checkpoint(tmp_path / "a", tmp_path / "b")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     assert len(quantised(model)) == len(linear_names(name))
+    assert all(model.get_submodule(layer).sparse == sparse for layer in quantised(model))
     close(model, reference)
     direct = hf.from_pretrained(tmp_path / "a").state_dict()
     assert all(torch.equal(tensor, direct[key]) for key, tensor in model.state_dict().items())

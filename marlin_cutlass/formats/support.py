@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from .weight import GROUP_SIZES
 
-FORMATS = ("gptq", "gptq_v2", "awq", "compressed-tensors", "marlin", "hqq")
+FORMATS = ("gptq", "gptq_v2", "awq", "compressed-tensors", "marlin", "sparse-marlin", "hqq")
+MARLIN_24 = "marlin-24"  # compression format of compressed-tensors: Sparse-Marlin's
+CT_VERSIONS = ("pack-quantized", MARLIN_24)
 
 
 class Support(NamedTuple):
@@ -32,9 +34,18 @@ def _act_order_rule(fmt: str, act_order: bool | str | None) -> str | None:
     known = (None, False, True, "static", "weight", "group", "dynamic")
     if act_order not in known:
         return f"act_order={act_order!r} is unknown"
-    if act_order and fmt in ("awq", "marlin", "hqq"):
+    if act_order and fmt in ("awq", "marlin", "sparse-marlin", "hqq"):
         return f"{fmt} has no activation order"
     return None
+
+
+def _sparse_rule(sym: bool, group_size: int, act_order: bool | str | None) -> str | None:
+    """Of marlin-24, and of every 2:4-sparse weight."""
+    if group_size == 32:
+        return "group_size=32 is not supported with 2:4 sparsity: it must be 64, 128, ... or -1"
+    if act_order in (True, "group", "dynamic"):
+        return "2:4-sparse weights have no activation order: the fours lie along K"
+    return None if sym else "2:4-sparse weights have no zero points: sym=False is impossible"
 
 
 def support(
@@ -51,7 +62,8 @@ def support(
     """Can a checkpoint of this format run here? Always an answer, never an exception.
 
     fmt: one of `FORMATS`. act_order: GPTQ's desc_act or compressed-tensors' actorder. version: the
-    kernel layout of AWQ ("gemm") or the compression format of compressed-tensors.
+    kernel layout of AWQ ("gemm") or the compression format of compressed-tensors ("pack-quantized"
+    or "marlin-24", which is 2:4-sparse as "sparse-marlin" is).
     """
     if fmt not in FORMATS:
         return Support(False, f"format {fmt!r} is unknown: one of {', '.join(FORMATS)}")
@@ -66,10 +78,14 @@ def support(
         return Support(False, "marlin files have no zero points: sym=False is impossible")
     if fmt == "awq" and version not in (None, "gemm"):
         return Support(False, f"awq version {version!r} is not supported: only 'gemm'")
-    if fmt == "compressed-tensors" and version not in (None, "pack-quantized"):
+    if fmt == "compressed-tensors" and version not in (None, *CT_VERSIONS):
         return Support(
-            False, f"compression format {version!r} is not supported: only 'pack-quantized'"
+            False,
+            f"compression format {version!r} is not supported: only {' and '.join(CT_VERSIONS)}",
         )
+    if fmt == "sparse-marlin" or version == MARLIN_24:
+        reason = _sparse_rule(sym, group_size, act_order)
+        return Support(reason is None, reason or "symmetric (zero 8), 2:4-sparse kernels")
     return Support(True, _how(fmt, sym, group_size, act_order))
 
 

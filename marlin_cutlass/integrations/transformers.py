@@ -24,6 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint_plan import ANCHOR, TENSORS
+from ..checkpoint_read import SPARSE
 from ..checkpoint_scheme import FORMAT_NAME, Scheme, read_config, scheme_of
 from ..files import FORMAT_VERSION
 from ..formats import QuantizedWeight, read_awq, read_compressed_tensors, read_gptq, read_marlin
@@ -98,9 +99,9 @@ class RawLinear(nn.Module):
 
 def _columns(scheme: Scheme, tensors: Mapping[str, TensorInfo]) -> int:
     rows, columns = tensors[ANCHOR[scheme.name]].shape
-    return {"awq": columns * 8, "marlin": columns // 2, "compressed-tensors": rows}.get(
-        scheme.name, columns
-    )
+    if scheme.name in ("marlin", *SPARSE):
+        return columns // 2
+    return {"awq": columns * 8, "compressed-tensors": rows}.get(scheme.name, columns)
 
 
 def _read(scheme: Scheme, parts: dict[str, Tensor], name: str) -> QuantizedWeight:
@@ -118,6 +119,9 @@ def _read(scheme: Scheme, parts: dict[str, Tensor], name: str) -> QuantizedWeigh
         )
     if scheme.name == "marlin":
         return read_marlin(parts["B"], parts["s"], group_size=size, name=name)
+    if scheme.name in SPARSE:
+        roles = TENSORS[scheme.name][0]
+        return SPARSE[scheme.name](*(parts[r] for r in roles), group_size=size, name=name)
     return read_compressed_tensors(
         parts["weight_packed"], parts["weight_scale"], parts.get("weight_zero_point"),
         parts.get("weight_shape"), parts.get("weight_g_idx"),
@@ -203,6 +207,7 @@ class MarlinCutlassHfQuantizer(HfQuantizer):
             group_size=form["group_size"],
             zeros=form["has_zeros"],
             act_order=f"{name}.perm" in headers,
+            sparse=form.get("sparse", False),
             dtype=dtype,
             device="meta",
         )

@@ -245,6 +245,11 @@ def _index(layer: nn.Module, name: str, sizes: Sizes) -> None:
     layer.register_parameter(name, BasevLLMParameter(data=data, weight_loader=load))
 
 
+def _sparse(form: dict) -> bool:
+    """Whether a converted layer is 2:4-sparse; only those say so."""
+    return bool(form.get("sparse", False))
+
+
 class NativeLoader:
     """Layers of a converted folder. forms: of each fused part, or one that is fused on disk."""
 
@@ -264,7 +269,7 @@ class NativeLoader:
         # Rows of an act-order weight are found once its order is loaded as well.
         self.keep_rows = sizes.by_rows and self.act_order
         lengths = [
-            packed_bytes(self._k(sizes), n, form["group_size"], form["has_zeros"])
+            packed_bytes(self._k(sizes), n, form["group_size"], form["has_zeros"], _sparse(form))
             for form, n in zip(self.forms, sizes.parts)
         ]
         columns = [ceil_div(n, BLOCK_COLUMNS) * BLOCK_COLUMNS for n in sizes.parts]
@@ -317,7 +322,7 @@ class NativeLoader:
         columns = ceil_div(form["n"], BLOCK_COLUMNS) * BLOCK_COLUMNS
         weight = PackedWeight(
             loaded, torch.zeros(columns, dtype=torch.float32, device=loaded.device), None,
-            form["n"], form["k"], form["group_size"], form["has_zeros"],
+            form["n"], form["k"], form["group_size"], form["has_zeros"], sparse=_sparse(form),
         )  # fmt: skip
         weight.check_shapes()
         if (first, last) != (0, form["n"]):
@@ -337,7 +342,7 @@ class NativeLoader:
                 perm = layer.perm.data.view(len(sizes.parts), -1)[i].clone()
             weight = PackedWeight(
                 packed[i].clone(), factors[i].clone(), perm,
-                n, self._k(sizes), form["group_size"], form["has_zeros"],
+                n, self._k(sizes), form["group_size"], form["has_zeros"], sparse=_sparse(form),
             )  # fmt: skip
             weight.check()
             out.append(_row_shard(weight, sizes) if self.keep_rows else (weight, None))
