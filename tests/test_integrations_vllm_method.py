@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="needs the vllm package")
 from integration_weights import random_layer
 from vllm_support import fill, load_layer, vllm_config  # noqa: F401
 
-from marlin_cutlass import PackedWeight, pack
+from marlin_cutlass import PackedWeight, pack, pack_sparse
 from marlin_cutlass.integrations import vllm as plugin
 
 K, N = 256, 128
@@ -126,6 +126,22 @@ def test_column_and_row_parallel_layers(form, tp, kind):
     width = N // world
     check(column, x, layer.dense[:, rank * width : (rank + 1) * width])
     row = load_layer("row", config, K, N, {None: tensors}, tp=tp, prefix=name)
+    part = slice(rank * K // world, (rank + 1) * K // world)
+    check(row, x[:, part], layer.dense[part])
+
+
+@pytest.mark.parametrize("tp", [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("group_size", [64, 128, -1])
+def test_sparse_layers_of_a_converted_folder(group_size, tp):
+    layer, (rank, world) = random_layer(K, N, group_size, seed=3, sparse=True), tp
+    weight = pack_sparse(layer.q, layer.scales, group_size=group_size)
+    name = f"{PREFIX}o_proj"
+    config = native({name: weight})
+    x = torch.randn(3, K).half()
+    column = load_layer("column", config, K, N, {None: weight.tensors()}, tp=tp, prefix=name)
+    width = N // world
+    check(column, x, layer.dense[:, rank * width : (rank + 1) * width])
+    row = load_layer("row", config, K, N, {None: weight.tensors()}, tp=tp, prefix=name)
     part = slice(rank * K // world, (rank + 1) * K // world)
     check(row, x[:, part], layer.dense[part])
 
