@@ -1,7 +1,7 @@
 """Offline packing: INT4 codes, scales and zero points into the layout of `layout.py`, and back.
 
-Everything is vectorised torch and runs on the device of `q`. Words are built for all blocks at once
-from strided views of the codes, so that the extra memory stays near one byte per weight.
+Everything runs on the device of `q`: vectorised torch, and on a CPU the loops of `host_library`
+where there is a compiler, with the same bits. The extra memory stays near one byte per weight.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import host_library
 from .errors import short_dtype, sizes
 from .layout import (
     BLOCK_COLUMNS,
@@ -251,10 +252,10 @@ def _assemble(q: Tensor, stored: Tensor | None, zeros: Tensor | None, group_size
     count, width = n_blocks * k_blocks, block_bytes(group_size, zeros is not None)
     out = torch.empty(count + SLACK_BLOCKS, width, dtype=torch.uint8, device=q.device)
     out[count:] = 0
-    words = _code_words(
-        _padded(q, k_blocks * BLOCK_DEPTH, n_blocks * BLOCK_COLUMNS, 8 if zeros is None else 0)
-    )
-    out.view(torch.int32)[:count, : CODE_BYTES // 4] = words.view(count, CODE_BYTES // 4)
+    fill = 8 if zeros is None else 0
+    if not host_library.pack_codes(q, fill, out):
+        words = _code_words(_padded(q, k_blocks * BLOCK_DEPTH, n_blocks * BLOCK_COLUMNS, fill))
+        out.view(torch.int32)[:count, : CODE_BYTES // 4] = words.view(count, CODE_BYTES // 4)
     if width > CODE_BYTES:
         entries = _entries(stored, zeros, group_size, n_blocks, k_blocks)
         out[:count, CODE_BYTES:] = entries.view(torch.uint8).view(count, width - CODE_BYTES)

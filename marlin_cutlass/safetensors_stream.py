@@ -37,6 +37,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # limit of the format's own reader
 MAX_RANK = 64  # of a tensor; torch itself has the same limit
 ALIGN = 64
+WRITEBACK_BYTES = 32 << 20  # of new data, after which the disk is set to work
 
 
 class TensorInfo(NamedTuple):
@@ -120,10 +121,11 @@ class StreamWriter:
         # 120 bytes hold dtype, a 4-D shape, two 13-digit offsets and the JSON around them.
         room = 64 + 120 * names + name_bytes + metadata_bytes
         self.room = -(-room // ALIGN) * ALIGN + ALIGN - 8
-        self.file = open(path, "wb")  # noqa: SIM115 - closed by close()
+        self.file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
         self.file.seek(8 + self.room)
         self.entries: dict[str, dict] = {}
         self.offset = 0
+        self._sent = 0  # bytes of data that the system was told to write back
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append one CPU tensor."""
@@ -132,13 +134,27 @@ class StreamWriter:
         data = tensor.detach().contiguous()
         size = data.numel() * data.element_size()
         if size:
-            self.file.write(memoryview(data.view(-1).view(torch.uint8).numpy()))
+            self._write(memoryview(data.view(-1).view(torch.uint8).numpy()))
         self.entries[name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [self.offset, self.offset + size],
         }
         self.offset += size
+        if self.offset - self._sent >= WRITEBACK_BYTES:
+            self._start_writeback()
+
+    def _write(self, view: memoryview) -> None:
+        while view:  # one call writes 2 GiB at most
+            view = view[self.file.write(view) :]
+
+    def _start_writeback(self) -> None:
+        """Has the system write what it holds to the disk while the next tensors are made: left to
+        the end, all of it would wait for `close`."""
+        if hasattr(os, "posix_fadvise"):
+            start, size = 8 + self.room + self._sent, self.offset - self._sent
+            os.posix_fadvise(self.file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
+        self._sent = self.offset
 
     def close(self, metadata: Mapping[str, str]) -> None:
         """Write the header and flush to disk."""
@@ -147,8 +163,7 @@ class StreamWriter:
         if len(header) > self.room:
             raise RuntimeError(f"header of {len(header)} bytes does not fit its {self.room} bytes")
         self.file.seek(0)
-        self.file.write(struct.pack("<Q", self.room) + header.ljust(self.room))
-        self.file.flush()
+        self._write(memoryview(struct.pack("<Q", self.room) + header.ljust(self.room)))
         os.fsync(self.file.fileno())
         self.file.close()
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import host_library
+
 NIBBLES = 8  # 4-bit fields in an int32
 PLAIN_ORDER: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
 AWQ_ORDER: tuple[int, ...] = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i holds neighbour AWQ_ORDER[i]
@@ -23,6 +25,10 @@ def unpack_nibbles(
         raise TypeError(f"packed words have dtype {words.dtype}; int32 is required")
     dim = dim % words.dim()
     shape = list(words.shape)
+    if words.dim() == 2:
+        codes = host_library.unpack_fields(words, dim == 0, order)
+        if codes is not None:
+            return codes
     out = torch.empty(
         [*shape[: dim + 1], NIBBLES, *shape[dim + 1 :]], dtype=torch.uint8, device=words.device
     )

@@ -1,0 +1,120 @@
+"""Packing on the host in C++: a library of one file, compiled once, that nothing depends on.
+
+It does what `pack` and the readers do with torch, several times as fast. Without a compiler, or
+without a folder to keep it in, torch does the work and the bits are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import LibraryError
+
+SOURCE = Path(__file__).resolve().parent / "csrc" / "host_pack.cc"
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+# Weights of this many codes are worth the second that compiling takes, once on a machine.
+BUILD_CODES = 1 << 22
+THREAD_CODES = 1 << 18  # a thread for less is a loss
+_lock = threading.Lock()
+_library: ctypes.CDLL | None = None
+_failed = False
+
+
+def _path_name() -> str:
+    digest = hashlib.sha256("\0".join((*FLAGS, platform.machine())).encode())
+    digest.update(SOURCE.read_bytes())
+    return f"libmarlin_cutlass_host_{digest.hexdigest()[:16]}.so"
+
+
+def _compile(name: str) -> Path:
+    """Builds aside and renames, so that several processes may do it at once."""
+    from .library import _writable_folder, compiler
+
+    target = _writable_folder() / name
+    aside = target.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        command = [*compiler(), *FLAGS, str(SOURCE), "-o", str(aside)]
+        subprocess.run(command, check=True, capture_output=True)
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+    return target
+
+
+def _find_or_compile(build: bool) -> Path | None:
+    from .library import library_folders
+
+    name = _path_name()
+    found = next((f / name for f in library_folders() if (f / name).is_file()), None)
+    return found or (_compile(name) if build else None)
+
+
+def load(build: bool = False) -> ctypes.CDLL | None:
+    """The library; None where there is none and `build` does not ask for one, or none can be."""
+    global _library, _failed
+    with _lock:
+        if _library is None and not _failed:
+            try:
+                path = _find_or_compile(build)
+                _library = None if path is None else ctypes.CDLL(str(path))
+            except (OSError, LibraryError, subprocess.CalledProcessError):
+                _failed = True
+        return _library
+
+
+def _for(tensor: Tensor, codes: int) -> ctypes.CDLL | None:
+    return load(codes >= BUILD_CODES) if tensor.device.type == "cpu" else None
+
+
+def _threads(codes: int) -> int:
+    return max(1, min(torch.get_num_threads(), codes // THREAD_CODES))
+
+
+def pack_codes(q: Tensor, fill: int, out: Tensor) -> bool:
+    """Writes the code words of q uint8 [K, N] into blocks `out` uint8 [blocks, block bytes], each
+    at the start of its block; False if the library is not there for it."""
+    library = _for(q, q.numel())
+    if library is None:
+        return False
+    q = q if q.stride(1) == 1 else q.contiguous()
+    library.mc_pack_codes(
+        ctypes.c_void_p(q.data_ptr()),
+        *(ctypes.c_int64(value) for value in (q.stride(0), *q.shape)),
+        fill,
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int64(out.stride(0)),
+        _threads(q.numel()),
+    )
+    return True
+
+
+def unpack_fields(words: Tensor, across: bool, order: Sequence[int]) -> Tensor | None:
+    """Codes uint8 of the 4-bit fields of int32 words [rows, columns], side by side or, `across`,
+    one below the other; field i is code order[i]. None if the library is not there for it."""
+    library = _for(words, 8 * words.numel())
+    if library is None:
+        return None
+    rows, columns = words.shape
+    words = words.contiguous()
+    shape = (8 * rows, columns) if across else (rows, 8 * columns)
+    out = torch.empty(shape, dtype=torch.uint8)
+    library.mc_unpack_fields(
+        ctypes.c_void_p(words.data_ptr()),
+        ctypes.c_int64(rows),
+        ctypes.c_int64(columns),
+        int(across),
+        (ctypes.c_int32 * 8)(*order),
+        ctypes.c_void_p(out.data_ptr()),
+        _threads(out.numel()),
+    )
+    return out
