@@ -68,12 +68,12 @@ struct BankAccess {  // one shared memory instruction of a warp, collected lane 
 };
 
 struct WgmmaOperation {
-  bool bf16;
+  bool bf16, sparse;
   int n;
   uint64_t descriptor;
   float* d[kWarpSize];
   const uint32_t* a[kWarpSize];
-  uint32_t a_copy[kWarpSize][4];
+  uint32_t a_copy[kWarpSize][4], places[kWarpSize];  // places: sparse only
   Site site;
 };
 

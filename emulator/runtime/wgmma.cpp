@@ -12,6 +12,8 @@ namespace {
 constexpr uint32_t kPoison = 0xffdeadffu;  // a NaN
 constexpr int kMaxN = 256;
 
+int depth(const WgmmaOperation& op) { return op.sparse ? 32 : 16; }
+
 struct Descriptor {  // PTX ISA, matrix descriptor of wgmma
   uint32_t start, stride, base_offset, swizzle;
   explicit Descriptor(uint64_t d)
@@ -19,7 +21,7 @@ struct Descriptor {  // PTX ISA, matrix descriptor of wgmma
         stride(static_cast<uint32_t>(d >> 32 & 0x3fff) << 4),
         base_offset(static_cast<uint32_t>(d >> 49 & 7)),
         swizzle(static_cast<uint32_t>(d >> 62)) {}
-  // Address of 16-byte chunk c (0 or 1: k 0..7 or 8..15) of row n.
+  // Address of 16-byte chunk c (k 8c .. 8c + 7) of row n.
   uint32_t chunk(int n, int c) const {
     const uint32_t address = start + static_cast<uint32_t>(n / 8) * stride + static_cast<uint32_t>(n % 8) * 128 + static_cast<uint32_t>(c) * 16;
     return address ^ ((address >> 7 & 7) << 4);
@@ -40,7 +42,7 @@ void check_operand(Warp& warp, const WgmmaOperation& op, bool record) {
   Access access = access_of(current());
   access.site = op.site;
   for (int n = 0; n < op.n; ++n)
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < depth(op) / 8; ++c) {
       const uint32_t offset = descriptor.chunk(n, c) - kSharedBase;
       if (!record) check_proxy_fence(*warp.block, offset, 16);
       const Conflict conflict = record ? shadow.read(offset, 16, access) : shadow.check_read(offset, 16, access);
@@ -110,9 +112,22 @@ void check_registers(Warp& warp, const WgmmaOperation& op) {
 
 void compare_with_warpgroup(Warp& warp, const WgmmaOperation& op) {
   const uint64_t key = static_cast<uint64_t>(warp.index / 4) << 48 | warp.wgmma_issued++;
-  const uint64_t what = op.descriptor * 1099511628211ull + static_cast<uint64_t>(op.n) * 2 + op.bf16;
+  const uint64_t what = op.descriptor * 1099511628211ull + static_cast<uint64_t>(op.n) * 4 + op.sparse * 2 + op.bf16;
   const auto [entry, fresh] = warp.block->wgmma_stream.try_emplace(key, what);
   if (!fresh && entry->second != what) fail("wgmma", "the warps of warpgroup %d issue different operations", warp.index / 4);
+}
+
+// Places of the two kept values of the four at depth 4f of row m, four bits: lane 4 (m % 8) has depths 0..15, the next one 16..31; rows 8..15 are
+// in the upper halves. Lanes 2 and 3 of each four are not read.
+uint32_t places_of(const WgmmaOperation& op, int m, int f) { return op.places[m % 8 * 4 + f / 4] >> (m / 8 * 16 + f % 4 * 4) & 15; }
+
+void check_places(const WgmmaOperation& op) {
+  for (int m = 0; m < 16; ++m)
+    for (int f = 0; f < 8; ++f) {
+      const uint32_t places = places_of(op, m, f);
+      if ((places & 3) >= places >> 2)
+        fail("instruction", "metadata 0x%x of row %d, depth %d: two places in rising order are needed", places, m, 4 * f);
+    }
 }
 
 void run_issue(Warp& warp) {
@@ -120,7 +135,8 @@ void run_issue(Warp& warp) {
   const Operands& first = warp.lane[0].operands;
   WgmmaOperation op;
   op.bf16 = warp.lane[0].activity.second & 1;
-  op.n = static_cast<int>(warp.lane[0].activity.second >> 1);
+  op.sparse = warp.lane[0].activity.second & 2;
+  op.n = static_cast<int>(warp.lane[0].activity.second >> 2);
   op.descriptor = first.value;
   op.site = current().activity.site;
   for (int l = 0; l < kWarpSize; ++l) {
@@ -128,11 +144,13 @@ void run_issue(Warp& warp) {
     if (o.value != op.descriptor) fail("divergence", "lanes 0 and %d give different descriptors", l);
     op.d[l] = static_cast<float*>(o.out);
     op.a[l] = static_cast<const uint32_t*>(o.in[0]);
+    op.places[l] = op.sparse ? *static_cast<const uint32_t*>(o.in[1]) : 0;
     std::memcpy(op.a_copy[l], op.a[l], 16);
   }
   if (!warp.wgmma_fenced) fail("wgmma", "no wgmma_fence between the last commit and this wgmma with operands in registers");
   check_descriptor(Descriptor(op.descriptor), op.n);
   check_operand(warp, op, false);
+  if (op.sparse) check_places(op);
   check_registers(warp, op);
   compare_with_warpgroup(warp, op);
   take_accumulators(warp, op);
@@ -144,26 +162,40 @@ void unpack(bool bf16, uint32_t pair, float* out) {
   out[1] = to_float(bf16, static_cast<uint16_t>(pair >> 16));
 }
 
-// d[16 x n] += a[16 x 16] * b[16 x n] on the values held back.
+// The row operand as the instruction sees it: sparse, with the zeros between the kept values.
+void unpack_rows(const WgmmaOperation& op, float (&a)[16][32]) {
+  std::memset(a, 0, sizeof a);
+  for (int l = 0; l < kWarpSize; ++l)
+    for (int i = 0; i < 4; ++i) {
+      const int row = l / 4 + 8 * (i & 1), column = 2 * (l % 4) + 8 * (i >> 1);
+      float pair[2];
+      unpack(op.bf16, op.a_copy[l][i], pair);
+      const uint32_t places = op.sparse ? places_of(op, row, column / 2) : 0;
+      a[row][op.sparse ? 2 * column + static_cast<int>(places & 3) : column] = pair[0];
+      a[row][op.sparse ? 2 * column + static_cast<int>(places >> 2) : column + 1] = pair[1];
+    }
+}
+
+// d[16 x n] += a[16 x depth] * b[depth x n] on the values held back.
 void compute(Warp& warp, const WgmmaOperation& op) {
-  alignas(64) static float a[16][16], b[16][kMaxN], d[16][kMaxN];
+  alignas(64) static float a[16][32], b[32][kMaxN], d[16][kMaxN];
   const Descriptor descriptor(op.descriptor);
   const uint8_t* shared = warp.block->shared.data();
   for (int n = 0; n < op.n; ++n)
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < depth(op) / 8; ++c) {
       uint16_t k8[8];
       std::memcpy(k8, shared + (descriptor.chunk(n, c) - kSharedBase), 16);
       for (int k = 0; k < 8; ++k) b[8 * c + k][n] = to_float(op.bf16, k8[k]);
     }
   std::vector<float>& values = warp.wgmma_held[op.d[0]].values;
   const int count = op.n / 2;
+  unpack_rows(op, a);
   for (int l = 0; l < kWarpSize; ++l) {
     const int r = l / 4, c = 2 * (l % 4);
-    for (int i = 0; i < 4; ++i) unpack(op.bf16, op.a_copy[l][i], &a[r + 8 * (i & 1)][c + 8 * (i >> 1)]);
     for (int i = 0; i < count; ++i) d[r + 8 * (i >> 1 & 1)][8 * (i / 4) + c + (i & 1)] = values[static_cast<size_t>(l * count + i)];
   }
   for (int m = 0; m < 16; ++m)
-    for (int k = 0; k < 16; ++k)
+    for (int k = 0; k < depth(op); ++k)
       for (int n = 0; n < op.n; ++n) d[m][n] += a[m][k] * b[k][n];
   for (int l = 0; l < kWarpSize; ++l)
     for (int i = 0; i < count; ++i)
@@ -199,6 +231,13 @@ void run_wait(Warp& warp) {
     for (const WgmmaOperation& op : warp.wgmma_groups.front()) finish(warp, op);
     warp.wgmma_groups.pop_front();
   }
+}
+
+void issue(int n, float* d, const uint32_t* a, const uint32_t* places, uint64_t b) {
+  if (n < 8 || n > kMaxN || n % 8) fail("wgmma", "n = %d: must be a multiple of 8 up to 256", n);
+  Operands& o = current().operands;
+  o.out = d, o.in[0] = a, o.in[1] = places, o.value = b;
+  converge(run_issue);
 }
 
 }  // namespace
@@ -237,11 +276,13 @@ void emu_wgmma_wait(int pending) {
 }
 
 void emu_wgmma_m64k16(bool bf16, int n, float* d, const uint32_t* a, uint64_t b) {
-  EMU_ENTER("wgmma_m64k16", 0, n * 2 + bf16);
-  if (n < 8 || n > kMaxN || n % 8) fail("wgmma", "n = %d: must be a multiple of 8 up to 256", n);
-  Operands& o = current().operands;
-  o.out = d, o.in[0] = a, o.value = b;
-  converge(run_issue);
+  EMU_ENTER("wgmma_m64k16", 0, n * 4 + bf16);
+  issue(n, d, a, nullptr, b);
+}
+
+void emu_wgmma_sparse_m64k32(bool bf16, int n, float* d, const uint32_t* a, uint32_t places, uint64_t b) {
+  EMU_ENTER("wgmma_sparse_m64k32", 0, n * 4 + 2 + bf16);
+  issue(n, d, a, &places, b);
 }
 
 }  // extern "C"

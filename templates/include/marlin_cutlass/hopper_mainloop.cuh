@@ -55,9 +55,6 @@ template <class C> struct HopperMainloop {
   }
 
  private:
-  // What the instructions of a batch read from registers, not to be changed until they have been waited for.
-  struct Operands { uint32_t fragment[C::kBatch][4], places[C::kSparse ? C::kBatch : 1]; };
-
   MC_DEVICE void release(int stage) {
     if (lane_index() == 0) mbarrier_arrive(C::empty(base_, stage));
   }
@@ -106,19 +103,20 @@ template <class C> struct HopperMainloop {
 #pragma unroll
     for (int b = 0; b < 4 / C::kBatch; ++b) {
       constexpr int kBatch = C::kBatch;
-      constexpr int kBatches = 4 / kBatch;
-      Operands& operands = operands_[(kQuad * kBatches + b) % 2];
+      uint32_t(&fragments)[4 * kBatch] = fragments_[(kQuad * (4 / kBatch) + b) % 2];
 #pragma unroll
       for (int s = 0; s < kBatch; ++s) {
         const int step = b * kBatch + s;
-        D::fragment(words[step], scales_[kEntriesPerQuad == 2 ? step / 2 : 0], operands.fragment[s]);
-        if constexpr (C::kSparse) operands.places[s] = places[step];
+        D::fragment(words[step], scales_[kEntriesPerQuad == 2 ? step / 2 : 0], &fragments[4 * s]);
       }
       wgmma_fence();
 #pragma unroll
-      for (int s = 0; s < kBatch; ++s) multiply(acc[kRow], operands, s, descriptor, b * kBatch + s);
+      for (int s = 0; s < kBatch; ++s) {
+        const int step = b * kBatch + s;
+        multiply(acc[kRow], &fragments[4 * s], places[step], descriptor, step);
+      }
       wgmma_commit();
-      if (b == kBatches - 1) {
+      if (b == 4 / kBatch - 1) {
         if constexpr (kQuad + 1 == kQuads && C::kLookahead) prefetch_next_stage(more);
       }
       wgmma_wait<1>();
@@ -127,12 +125,10 @@ template <class C> struct HopperMainloop {
   }
 
   // Step `step` of the quad whose activations begin at `descriptor`.
-  MC_DEVICE static void multiply(float (&sums)[C::kMTile / 2], const Operands& operands, int s, uint64_t descriptor, int step) {
-    if constexpr (C::kSparse)
-      wgmma_sparse_m64k32<typename C::Element, C::kMTile>(sums, operands.fragment[s], operands.places[s],
-                                                          descriptor + step / 2 * kSliceUnits + step % 2 * 4);
-    else
-      wgmma_m64k16<typename C::Element, C::kMTile>(sums, operands.fragment[s], descriptor + 2 * step);
+  MC_DEVICE static void multiply(float (&sums)[C::kMTile / 2], const uint32_t* fragment, uint32_t places, uint64_t descriptor, int step) {
+    using E = typename C::Element;
+    if constexpr (C::kSparse) wgmma_sparse_m64k32<E, C::kMTile>(sums, fragment, places, descriptor + (step / 2 * kSliceUnits + step % 2 * 4));
+    else wgmma_m64k16<E, C::kMTile>(sums, fragment, descriptor + 2 * step);
   }
 
   MC_DEVICE void prefetch_next_stage(bool more) {
@@ -166,7 +162,7 @@ template <class C> struct HopperMainloop {
   U32x4 codes_next_, places_next_{};
   typename D::Entry entry_next_[kEntriesPerQuad];
   RowScales scales_[kEntriesPerQuad];
-  Operands operands_[2];  // of the batch in flight and of the next
+  uint32_t fragments_[2][4 * C::kBatch];
 };
 
 }  // namespace marlin_cutlass
