@@ -10,6 +10,7 @@ from torch import Tensor
 CHUNK = 4
 BLOCK = 128  # columns that SparseGPT compensates before it updates the rest at once
 METHODS = ("magnitude", "sparsegpt")
+SPARSITIES = (None, "2:4")
 
 
 def prune_2_4(
@@ -39,7 +40,7 @@ def prune_2_4(
     if method == "magnitude":
         if inputs is not None or hessian is not None:
             raise ValueError("method='magnitude' takes neither inputs= nor hessian=")
-        return torch.where(_keep(weight.abs().float()), weight, torch.zeros_like(weight))
+        return torch.where(magnitude_mask(weight), weight, torch.zeros_like(weight))
     if (hessian is None) == (inputs is None):
         raise ValueError("method='sparsegpt' needs exactly one of inputs= and hessian=")
     k = weight.shape[1]
@@ -48,6 +49,37 @@ def prune_2_4(
     if tuple(hessian.shape) != (k, k):
         raise ValueError(f"hessian has shape {tuple(hessian.shape)}; [{k}, {k}] is required")
     return _sparsegpt(weight, hessian, percdamp)
+
+
+def check_sparsity(
+    sparsity: str | None, k: int, group_size: int, symmetric: bool, act_order: bool | str = False
+) -> None:
+    """Raises ValueError unless a K-deep weight of this format can have the sparsity."""
+    from .layout import sparse_block_bytes
+
+    if sparsity not in SPARSITIES:
+        raise ValueError(f"sparsity={sparsity!r} is unknown: '2:4' or None")
+    if sparsity is None:
+        return
+    sparse_block_bytes(group_size)
+    if not symmetric:
+        raise ValueError("sparsity='2:4' needs symmetric=True: a zero must have the code 8")
+    if act_order:
+        raise ValueError(f"act_order={act_order!r}: sparsity='2:4' needs the natural order")
+    if k % CHUNK:
+        raise ValueError(f"K={k} is not a multiple of 4: 2:4 sparsity counts fours")
+
+
+def magnitude_mask(weight: Tensor) -> Tensor:
+    """bool of the shape of `weight` [..., K]: the two larger of each four, of equal ones the
+    first."""
+    return _keep(weight.abs().float())
+
+
+def saliency_mask(weight: Tensor, diagonal: Tensor) -> Tensor:
+    """As `magnitude_mask`, by SparseGPT's cost of dropping a value: its square over that of the
+    diagonal [K] of the inverse Hessian's factor."""
+    return _keep((weight / diagonal).square())
 
 
 def _keep(score: Tensor) -> Tensor:
@@ -71,7 +103,7 @@ def _sparsegpt(weight: Tensor, hessian: Tensor, percdamp: float) -> Tensor:
         errors = torch.zeros_like(w[:, start:stop])
         for first in range(start, stop, CHUNK):
             four = slice(first, first + CHUNK)
-            keep = _keep((w[:, four] / torch.diagonal(factor)[four]).square())
+            keep = saliency_mask(w[:, four], torch.diagonal(factor)[four])
             for i in range(first, first + CHUNK):
                 dropped = torch.where(keep[:, i - first], 0.0, w[:, i])
                 error = dropped / factor[i, i]

@@ -74,9 +74,7 @@ def test_block_bytes(group_size: int, width: int) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.integers(1, 5), st.integers(1, 140), st.sampled_from([64, 128, -1]), st.integers(0, 1000)
-)
+@given(st.integers(1, 5), st.integers(1, 140), st.sampled_from([64, 128, -1]), st.integers(0, 1000))
 def test_dequantises_like_the_dense_layout(groups: int, n: int, group_size: int, seed: int) -> None:
     k = 4 * groups + 1 if group_size < 0 else groups * group_size
     q, scales = sparse_codes(k, n, seed), scales_for(k, n, group_size)
@@ -198,8 +196,67 @@ def test_quantize_sparse() -> None:
         mc.quantize(weight, sparsity="1:4")
     with pytest.raises(ValueError, match="symmetric"):
         mc.quantize(weight, sparsity="2:4", symmetric=False)
-    with pytest.raises(ValueError, match="method='rtn'"):
-        mc.quantize(weight, "gptq", sparsity="2:4", hessian=torch.eye(256))
+    with pytest.raises(ValueError, match="group_size=32 is not supported with 2:4"):
+        mc.quantize(weight, sparsity="2:4", group_size=32)
+    with pytest.raises(ValueError, match="prune='magnitude' with sparsity=None"):
+        mc.quantize(weight, prune="magnitude")
+    with pytest.raises(ValueError, match="prune='random' with sparsity='2:4'"):
+        mc.quantize(weight, sparsity="2:4", prune="random")
+
+
+def correlated(k: int, tokens: int = 2048, seed: int = 0) -> torch.Tensor:
+    """Inputs [tokens, k] whose features depend on one another."""
+    g = torch.Generator().manual_seed(seed)
+    mix = torch.randn(k, k, generator=g) * 0.2 + torch.eye(k)
+    return torch.randn(tokens, k, generator=g) @ mix
+
+
+@pytest.mark.parametrize("group_size", [64, 128, 256, -1])
+def test_gptq_prunes_and_rounds_in_one_sweep(group_size: int) -> None:
+    x, k = correlated(512), 512
+    weight = torch.randn(96, k, generator=torch.Generator().manual_seed(1)) * 0.02
+    held_out = correlated(k, 512, seed=0)[:256] + 0.1 * correlated(k, 256, seed=5)
+    packed, errors = {}, {}
+    for name, options in {
+        "rtn": {"method": "rtn", "clip": "mse"},
+        "pruned, then rounded": {"method": "rtn", "prune": "sparsegpt", "inputs": x, "clip": "mse"},
+        "gptq": {"method": "gptq", "inputs": x},
+        "gptq, magnitude": {"method": "gptq", "inputs": x, "prune": "magnitude"},
+    }.items():
+        w = mc.quantize(weight, sparsity="2:4", group_size=group_size, **options)
+        assert w.sparse
+        dense = mc.dequantize(w, torch.float32).t()
+        check_2_4(dense)
+        packed[name] = dense
+        errors[name] = float((held_out @ (dense - weight).t()).norm())
+    assert errors["gptq"] < 0.8 * errors["rtn"]
+    assert errors["gptq"] < errors["pruned, then rounded"]
+    assert errors["gptq"] < errors["gptq, magnitude"] < errors["rtn"]
+    zeros = prune_2_4(weight) == 0
+    assert bool((packed["gptq, magnitude"][zeros] == 0).all())
+
+
+def test_gptq_keeps_the_zeros_of_a_pruned_weight() -> None:
+    x = correlated(128)
+    weight = prune_2_4(torch.randn(64, 128, generator=torch.Generator().manual_seed(2)))
+    packed = mc.quantize(weight, "gptq", sparsity="2:4", prune="magnitude", inputs=x)
+    dense = mc.dequantize(packed, torch.float32).t()
+    assert bool((dense[weight == 0] == 0).all())
+    rtn = mc.dequantize(mc.quantize(weight, sparsity="2:4"), torch.float32).t()
+    errors = [float((x @ (w - weight).t()).norm()) for w in (dense, rtn)]
+    assert errors[0] < errors[1]
+
+
+def test_gptq_without_sparsity_is_what_it_was() -> None:
+    x = correlated(128)
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
+    dense = mc.quantize(weight, "gptq", inputs=x)
+    assert not dense.sparse and int((mc.dequantize(dense) == 0).sum()) < 64 * 128 / 4
+    for order in (True, "static"):
+        with pytest.raises(ValueError, match="needs the natural order"):
+            mc.quantize(weight, "gptq", inputs=x, sparsity="2:4", act_order=order)
+    with pytest.raises(ValueError, match="K=126 is not a multiple of 4"):
+        mc.quantize(weight[:, :126], "gptq", group_size=-1, inputs=x[:, :126], sparsity="2:4")
 
 
 def test_state_and_files(tmp_path) -> None:

@@ -8,6 +8,8 @@ import types
 import torch
 
 from ..formats.weight import QuantizedWeight
+from ..prune import METHODS as PRUNE_METHODS
+from ..prune import check_sparsity, magnitude_mask, prune_2_4
 from .gptq import GptqOptions, quantize_gptq
 from .hessian import Moments
 from .model import quantize_model
@@ -63,39 +65,44 @@ def quantize_weight(
     percdamp: float = 0.1,
     act_order: bool | str = False,
     scale_dtype: torch.dtype = torch.float16,
+    sparsity: str | None = None,
+    prune: str | None = None,
 ) -> QuantizedWeight:
     """Quantise `weight` [N, K] (torch's out, in) to codes; arguments as in `quantize`."""
     check_weight(weight)
     weight = weight.detach()  # a Parameter too
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown: one of {', '.join(METHODS)}")
+    check_sparsity(sparsity, weight.shape[1], group_size, symmetric, act_order)
+    if prune is not None and (sparsity is None or prune not in PRUNE_METHODS):
+        raise ValueError(
+            f"prune={prune!r} with sparsity={sparsity!r}: it is one of {', '.join(PRUNE_METHODS)},"
+            " and says how to get sparsity='2:4'"
+        )
+    data = {"inputs": inputs, "hessian": hessian}
     if method == "rtn":
         if act_order:
             raise ValueError("act_order needs method='gptq': rounding to nearest has no order")
+        if sparsity is not None:
+            weight = prune_2_4(weight, prune or "magnitude", **data)
         clip = "mse" if clip in ("mse", True) else None if clip in ("auto", None, False) else clip
-        return quantize_rtn(
-            weight, group_size, symmetric=symmetric, clip=clip, scale_dtype=scale_dtype
-        )
-    if (hessian is None) == (inputs is None):
-        raise ValueError("method='gptq' needs exactly one of inputs= and hessian=")
-    if hessian is None:
-        hessian = _hessian_of(inputs, weight.shape[1])
+        form = {"symmetric": symmetric, "scale_dtype": scale_dtype, "sparse": sparsity is not None}
+        return quantize_rtn(weight, group_size, clip=clip, **form)
     if clip not in ("auto", None, True, False):
         raise ValueError(f"clip={clip!r} is unknown for gptq: True, False or 'auto' (True)")
-    options = GptqOptions(
-        group_size, symmetric, clip in ("auto", True), percdamp, act_order, scale_dtype
-    )
-    return quantize_gptq(weight, hessian, options)[0]
+    search = clip in ("auto", True)
+    options = GptqOptions(group_size, symmetric, search, percdamp, act_order, scale_dtype, sparsity)
+    mask = magnitude_mask(weight) if prune == "magnitude" else None
+    return quantize_gptq(weight, _needed_hessian(weight, **data), options, mask)[0]
 
 
-def quantize(
-    weight: torch.Tensor,
-    method: str = "rtn",
-    *,
-    sparsity: str | None = None,
-    prune: str = "magnitude",
-    **options,
-):
+def _needed_hessian(weight: torch.Tensor, inputs, hessian) -> torch.Tensor:
+    if (hessian is None) == (inputs is None):
+        raise ValueError("method='gptq' needs exactly one of inputs= and hessian=")
+    return _hessian_of(inputs, weight.shape[1]) if hessian is None else hessian
+
+
+def quantize(weight: torch.Tensor, method: str = "rtn", **options):
     """Quantise one weight [N, K] (as in `nn.Linear.weight`) to a `PackedWeight`.
 
     method: "rtn" (round to nearest, no data) or "gptq" (needs `inputs`, activations [..., K] or a
@@ -105,30 +112,16 @@ def quantize(
     percdamp: damping as a fraction of the mean diagonal (gptq). act_order: True reorders rows by
     input energy (activations are gathered at run time), "static" only orders the work (no gather).
     scale_dtype: significand that scales are rounded to; use torch.bfloat16 for bf16 models.
-    sparsity: "2:4" prunes two of each four weights along K before they are rounded to nearest and
-    packs for sparse tensor cores (symmetric, group sizes 64, multiples of 128, -1). prune:
-    "magnitude" or "sparsegpt" (which needs `inputs` or `hessian`), see `prune_2_4`.
+    sparsity: "2:4" drops two of each four weights along K and packs for sparse tensor cores
+    (symmetric, group sizes 64, multiples of 128, -1, no act_order). prune: which two; "magnitude"
+    (the smaller ones: keeps the zeros of a weight that has 2:4 sparsity already; default for rtn)
+    or "sparsegpt" (those that cost least output error; default for gptq, which chooses them while
+    it rounds; needs `inputs` or `hessian` for rtn, too). With gptq later weights make up for what
+    is dropped and rounded; zeros stay zero.
 
     Errors: ValueError / TypeError naming argument, value and rule.
     """
-    if sparsity is not None:
-        return _quantize_sparse(weight, method, sparsity, prune, options)
     return quantize_weight(weight, method, **options).to_packed()
-
-
-def _quantize_sparse(weight, method: str, sparsity: str, prune: str, options: dict):
-    from ..prune import prune_2_4
-    from ..sparse import pack_sparse
-
-    if sparsity != "2:4":
-        raise ValueError(f"sparsity={sparsity!r} is unknown: '2:4' or None")
-    if method != "rtn":
-        raise ValueError(f"sparsity='2:4' needs method='rtn', not {method!r}")
-    if not options.get("symmetric", True):
-        raise ValueError("sparsity='2:4' needs symmetric=True: a zero must have the code 8")
-    data = {key: options.pop(key) for key in ("inputs", "hessian") if key in options}
-    codes = quantize_weight(prune_2_4(weight, prune, **data), "rtn", **options)
-    return pack_sparse(codes.q, codes.scales, group_size=codes.group_size)
 
 
 class _Callable(types.ModuleType):

@@ -1,7 +1,8 @@
 """GPTQ with the two changes of the MARLIN paper: group-wise clip search and free sequence lengths.
 
 Rows of the slab are input features (K), columns are outputs (N): every row is quantised for all
-columns at once and its error is spread over the rows that follow (Frantar et al., GPTQ, 2022).
+columns at once and its error is spread over the rows that follow (Frantar et al., GPTQ, 2022). With
+2:4 sparsity two of each four rows become 0 in the same sweep (Frantar & Alistarh, SparseGPT, 2023).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..formats.weight import QuantizedWeight, check_group_size
+from ..formats.weight import SYMMETRIC_ZERO, QuantizedWeight, check_group_size
+from ..prune import CHUNK, check_sparsity, saliency_mask
 from .grid import make_grid, quantize_codes, search_clip
 from .hessian import inverse_factor
 
@@ -19,7 +21,7 @@ BLOCK = 128  # rows whose error is applied lazily to the rest; the paper's block
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """percdamp, clip search and order of GPTQ; see `quantize`."""
+    """percdamp, clip search, order and sparsity of GPTQ; see `quantize`."""
 
     group_size: int = 128
     symmetric: bool = True
@@ -27,6 +29,7 @@ class GptqOptions:
     percdamp: float = 0.1
     act_order: bool | str = False
     scale_dtype: torch.dtype = torch.float16
+    sparsity: str | None = None
 
     def __post_init__(self) -> None:
         if self.act_order not in (False, True, "static"):
@@ -82,10 +85,46 @@ def _static_grids(grids: _Grids, w: torch.Tensor, diagonal: torch.Tensor, size: 
         grids.choose(group, w[rows], energy)
 
 
+class _Fours:
+    """Which rows of each four stay: none is dropped without sparsity, else those of `mask` [K, N],
+    or the ones that cost most when the sweep gets there."""
+
+    def __init__(self, options: GptqOptions, mask: torch.Tensor | None, factor) -> None:
+        self.sparse, self.mask = options.sparsity is not None, mask
+        self.diagonal = torch.diagonal(factor)
+        self.kept: torch.Tensor | None = None
+
+    def _choose(self, first: int, w: torch.Tensor) -> torch.Tensor:
+        """bool [rows, N] for rows first, first + 1 ... with the values w."""
+        rows = slice(first, first + w.shape[0])
+        if self.mask is not None:
+            return self.mask[rows]
+        return saliency_mask(w.t(), self.diagonal[rows]).t()
+
+    def pruned(self, first: int, w: torch.Tensor) -> torch.Tensor:
+        """`w` without what would be dropped now: grids need not span it."""
+        return torch.where(self._choose(first, w), w, 0.0) if self.sparse else w
+
+    def apply(self, row: int, ahead: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+        """`code` of a row, 8 where it is dropped; `ahead`: the values from this row on."""
+        if not self.sparse:
+            return code
+        if row % CHUNK == 0:
+            self.kept = self._choose(row, ahead[:CHUNK])
+        return torch.where(self.kept[row % CHUNK], code, float(SYMMETRIC_ZERO))
+
+
 def quantize_gptq(
-    weight: torch.Tensor, hessian: torch.Tensor, options: GptqOptions
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    options: GptqOptions,
+    mask: torch.Tensor | None = None,
 ) -> tuple[QuantizedWeight, float]:
     """Quantise `weight` [N, K] for inputs whose second moments are `hessian` float32 [K, K].
+
+    mask: with sparsity, bool [N, K] of the values that stay; None chooses them in the sweep, by
+    what dropping them would cost, on weights that carry the errors so far. Either way later rows
+    make up for what is dropped, and zeros stay zero.
 
     Returns the codes and GPTQ's loss (expected squared output error, summed over outputs, per
     token). Extra memory: about 3 K*K + 2 K*N floats. Errors: ValueError / TypeError.
@@ -94,6 +133,7 @@ def quantize_gptq(
     groups = check_group_size(options.group_size, k)
     if tuple(hessian.shape) != (k, k):
         raise ValueError(f"hessian has shape {tuple(hessian.shape)}; [{k}, {k}] is required")
+    check_sparsity(options.sparsity, k, options.group_size, options.symmetric, options.act_order)
     size = k // groups
     w = weight.detach().t().float().contiguous()  # [K, N]
     hessian = hessian.to(w.device, torch.float32).clone()
@@ -110,7 +150,8 @@ def quantize_gptq(
     row_group = torch.arange(k, device=w.device) // size
     if options.act_order == "static":
         row_group = order // size
-    q, loss = _sweep(w, factor, grids, row_group, size, options)
+    fours = _Fours(options, None if mask is None else mask.t(), factor)
+    q, loss = _sweep(w, factor, grids, row_group, size, options, fours)
     return _assemble(q, grids, order, row_group, options), loss
 
 
@@ -126,7 +167,7 @@ def _silence_dead(hessian: torch.Tensor) -> None:
     hessian[dead, dead] = torch.diagonal(hessian)[~dead].mean()
 
 
-def _sweep(w, factor, grids: _Grids, row_group, size: int, options: GptqOptions):
+def _sweep(w, factor, grids: _Grids, row_group, size: int, options: GptqOptions, fours: _Fours):
     """GPTQ's column sweep: returns codes uint8 [K, N] in processing order and the loss."""
     k = w.shape[0]
     groups = row_group.tolist()  # on the host: no wait for the device in the loop
@@ -141,9 +182,9 @@ def _sweep(w, factor, grids: _Grids, row_group, size: int, options: GptqOptions)
             if options.act_order != "static" and row % size == 0:
                 # Groups longer than a block start at block borders, where w is up to date.
                 rows = slice(row, row + size)
-                grids.choose(group, w[rows], factor[rows, rows])
+                grids.choose(group, fours.pruned(row, w[rows]), factor[rows, rows])
             scale, zero = grids.scales[group], grids.zeros[group]
-            code = quantize_codes(block[i], scale, zero)
+            code = fours.apply(row, block[i:], quantize_codes(block[i], scale, zero))
             q[row] = code.to(torch.uint8)
             error = (block[i] - (code - zero) * scale) / factor[row, row]
             errors[i] = error
@@ -166,4 +207,5 @@ def _assemble(q, grids: _Grids, order, row_group, options: GptqOptions) -> Quant
             index[order] = row_group
             g_idx = index.int()
     zeros = None if options.symmetric else grids.zeros.to(torch.uint8)
-    return QuantizedWeight(q, grids.scales, zeros, options.group_size, g_idx)
+    sparse = options.sparsity is not None
+    return QuantizedWeight(q, grids.scales, zeros, options.group_size, g_idx, sparse)

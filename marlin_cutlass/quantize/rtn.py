@@ -21,10 +21,12 @@ def quantize_rtn(
     symmetric: bool = True,
     clip: str | None = None,
     scale_dtype: torch.dtype = torch.float16,
+    sparse: bool = False,
 ) -> QuantizedWeight:
     """Quantise `weight` [N, K] (out_features, in_features), one group after the other.
 
     clip: None keeps the largest weight, "mse" searches ratios 1.00 ... 0.25 per group and column.
+    sparse: the weight has 2:4 sparsity, and is to be packed as such.
     Extra memory is one group slab in float32 besides the result. Errors: ValueError / TypeError.
     """
     if clip not in (None, "mse"):
@@ -46,4 +48,4 @@ def quantize_rtn(
         scales[group] = scale
         if zeros is not None:
             zeros[group] = zero.to(torch.uint8)
-    return QuantizedWeight(q, scales, zeros, group_size)
+    return QuantizedWeight(q, scales, zeros, group_size, sparse=sparse)
