@@ -4,8 +4,9 @@
     python build.py --arch sm_86            the default table of one architecture
     python build.py --arch sm_90a --list    what is in it and why
 
-Output goes to build/<arch>/: one cubin per variant and manifest.json. Exit status: 0 all built,
-1 a kernel failed (the others are built and listed), 2 the request is wrong.
+Output goes to build/<arch>/: one cubin per variant (of the opt-in family collective: one library)
+and manifest.json. Exit status: 0 all built, 1 a kernel failed (the others are built and listed),
+2 the request is wrong.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ try:
     from rich.table import Table
 
     from generator import arch as archs
+    from generator import collective, legality, manifest, render, rows, space
     from generator import compile as compiling
-    from generator import legality, manifest, render, rows, space
     from generator.arch import Arch
+    from generator.collective import CollectiveVariant
     from generator.compile import Compiler, Job, Outcome, Record
     from generator.space import Entry
     from generator.toolchain import BuildError, default_jobs
@@ -41,6 +43,7 @@ except ModuleNotFoundError as error:
 out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 TABLE_WIDTH = 220  # whole rows even in a narrow terminal or a pipe
+BUILDABLE_FAMILIES = (*FAMILIES, collective.FAMILY)
 MAX_VARIANTS = 400  # per architecture and build; a larger request is a slip
 
 
@@ -107,11 +110,12 @@ def select(arch: Arch, request: Request) -> list[Entry]:
 
 def named(name: str, arch: Arch) -> Entry:
     """The entry called `name`: declared, or any other that is legal."""
-    variant = Variant.parse(name)
-    reason = legality.why_not(variant, arch)
+    rules = collective if collective.is_collective(name) else legality
+    variant = (CollectiveVariant if rules is collective else Variant).parse(name)
+    reason = rules.why_not(variant, arch)
     if reason is not None:
         raise ValueError(f"{name} is illegal on {arch.name}: {reason}")
-    declared = space.default_space(arch, arch.families)
+    declared = space.default_space(arch, (*arch.families, *collective.families(arch)))
     return next((e for e in declared if e.variant == variant), Entry(variant, "asked for by name"))
 
 
@@ -209,7 +213,8 @@ class Builder:
                 listed.setdefault(name, earlier)
         records = ((entry, self.cached(entry)) for entry in listed.values())
         built = [(entry, record) for entry, record in records if record is not None]
-        variants = [entry.variant for entry, _ in built]
+        kernels = (entry.variant for entry, _ in built)
+        variants = [v for v in kernels if v.family != collective.FAMILY]
         # A row's geometry says which kind of weight it is for, so the order of the two is free.
         tables = [rows.build_table(self.arch, variants, sparse=sparse) for sparse in (False, True)]
         dispatch = [row for table in tables for row in table.to_json()]
@@ -259,7 +264,7 @@ ARCH_HELP = (
     f"{', '.join(archs.ARCHS)}, native or all ({', '.join(archs.DEFAULT_ARCHS)}); repeatable. "
     "Default: the GPU's, else sm_86"
 )
-FAMILY_HELP = f"only these kernel families ({', '.join(FAMILIES)}); repeatable"
+FAMILY_HELP = f"only these kernel families ({', '.join(BUILDABLE_FAMILIES)}); repeatable"
 Strings = list[str] | None
 
 
@@ -298,7 +303,7 @@ def main(
             for target in targets:
                 plan(target, request, out_ / target.name)
         else:
-            parallel = jobs or default_jobs()
+            parallel = jobs or (1 if collective.FAMILY in request.families else default_jobs())
             results = [build(t, request, out_ / t.name, parallel, report) for t in targets]
             raise typer.Exit(0 if all(results) else 1)
     except (ValueError, BuildError, OSError) as error:
@@ -311,8 +316,8 @@ def _request(family: list[str], only: list[str], pattern: str | None, which: str
     if which not in ("default", "full"):
         raise ValueError(f"--space {which!r} is not default or full")
     for name in family:
-        if name not in FAMILIES:
-            raise ValueError(f"--family {name!r} is not one of {', '.join(FAMILIES)}")
+        if name not in BUILDABLE_FAMILIES:
+            raise ValueError(f"--family {name!r} is not one of {', '.join(BUILDABLE_FAMILIES)}")
     unique = tuple(dict.fromkeys(only))
     return Request(tuple(dict.fromkeys(family)), unique, pattern, which == "full")
 

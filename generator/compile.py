@@ -18,8 +18,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from generator.arch import Arch
+from generator.collective import is_collective
 from generator.render import INCLUDE, write_if_changed
-from generator.toolchain import find_nvcc, flags, last_lines, nvcc_version
+from generator.toolchain import find_nvcc, flags, last_lines, library_flags, nvcc_version
 
 ASIDE = ".building-"  # prefix of the folders in which nvcc writes
 ABANDONED_SECONDS = 24 * 3600
@@ -83,15 +84,24 @@ def complaint(
 # ---- one compilation -----------------------------------------------------------------------------
 
 
+def file_name(name: str) -> str:
+    """The file of a kernel: a cubin, or a library where CUTLASS's host code launches it."""
+    return f"{name}.so" if is_collective(name) else f"{name}.cubin"
+
+
 @dataclass(frozen=True)
 class Job:
-    """A kernel to compile into `folder`/<name>.cubin."""
+    """A kernel to compile into `folder`/`file_name(name)`."""
 
     name: str
     source: str
     folder: Path
     allowed_spill_bytes: int = 0
     max_registers: int = 255  # beyond this fewer CTAs fit on an SM than the variant declares
+
+    @property
+    def binary(self) -> Path:
+        return self.folder / file_name(self.name)
 
 
 @dataclass
@@ -123,6 +133,7 @@ class Compiler:
     flags: tuple[str, ...]
     version: str
     env_flags: str = ""
+    library_flags: tuple[str, ...] = ()  # instead of `flags` for a kernel with host code
 
     @classmethod
     def for_arch(cls, arch: Arch, env: Mapping[str, str] = os.environ) -> Compiler:
@@ -130,11 +141,16 @@ class Compiler:
         extra = "".join(
             f"{k}={env.get(k, '')};" for k in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
         )
-        return cls(nvcc, tuple(flags(arch, env)), nvcc_version(nvcc), extra)
+        with_host = tuple(library_flags(arch, env))
+        return cls(nvcc, tuple(flags(arch, env)), nvcc_version(nvcc), extra, with_host)
 
-    def key(self, source: str) -> str:
+    def options(self, name: str) -> tuple[str, ...]:
+        """Options for the kernel called `name`."""
+        return self.library_flags if is_collective(name) else self.flags
+
+    def key(self, source: str, name: str = "") -> str:
         digest = hashlib.sha256()
-        for text in (self.version, self.env_flags, "\0".join(self.flags), source):
+        for text in (self.version, self.env_flags, "\0".join(self.options(name)), source):
             digest.update(text.encode() + b"\0")
         for header in reachable_headers(source):
             digest.update(header.encode() + b"\0" + _header_bytes(header))
@@ -144,11 +160,12 @@ class Compiler:
         """Compiles aside and renames; a refused or failed kernel leaves no cubin behind."""
         source = job.folder / "src" / f"{job.name}.cu"
         write_if_changed(source, job.source)
-        cubin = job.folder / f"{job.name}.cubin"
+        binary = job.binary
         started = time.monotonic()
         with tempfile.TemporaryDirectory(dir=job.folder, prefix=ASIDE) as aside:
-            temporary = Path(aside) / cubin.name
-            command = [str(self.nvcc), *self.flags, "-o", str(temporary), str(source)]
+            temporary = Path(aside) / binary.name
+            options = self.options(job.name)
+            command = [str(self.nvcc), *options, "-o", str(temporary), str(source)]
             run = subprocess.run(
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
@@ -161,7 +178,7 @@ class Compiler:
                     f"command: {shlex.join(command)}"
                 )
             elif not temporary.is_file() or not temporary.stat().st_size:
-                error = f"nvcc wrote no cubin; command: {shlex.join(command)}"
+                error = f"nvcc wrote no {binary.suffix[1:]}; command: {shlex.join(command)}"
             elif source.read_text() != job.source:
                 error = f"{source} was changed by another build while it was compiled"
             else:
@@ -170,21 +187,19 @@ class Compiler:
                 discard(job)
                 return Outcome(job.name, error=error)
             seconds = time.monotonic() - started
-            return Outcome(job.name, self._keep(job, temporary, cubin, report, seconds))
+            return Outcome(job.name, self._keep(job, temporary, report, seconds))
 
-    def _keep(
-        self, job: Job, temporary: Path, cubin: Path, report: PtxasReport, seconds: float
-    ) -> Record:
+    def _keep(self, job: Job, temporary: Path, report: PtxasReport, seconds: float) -> Record:
         record = Record(
             name=job.name,
-            key=self.key(job.source),
+            key=self.key(job.source, job.name),
             sha256=hashlib.sha256(temporary.read_bytes()).hexdigest(),
             seconds=round(seconds, 2),
             registers=report.registers,
             spills=report.spills,
             stack=report.stack,
         )
-        os.replace(temporary, cubin)
+        os.replace(temporary, job.binary)
         write_if_changed(
             record_path(job.folder, job.name), json.dumps(asdict(record), indent=1) + "\n"
         )
@@ -199,24 +214,24 @@ def read_record(folder: Path, name: str) -> Record | None:
     """The record of a cubin that is there and unchanged, else None."""
     try:
         record = Record(**json.loads(record_path(folder, name).read_bytes()))
-        cubin = (folder / f"{name}.cubin").read_bytes()
+        binary = (folder / file_name(name)).read_bytes()
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     numbers = (record.seconds, record.registers, record.spills, record.stack)
     if not all(type(value) in (int, float) for value in numbers):
         return None
-    return record if hashlib.sha256(cubin).hexdigest() == record.sha256 else None
+    return record if hashlib.sha256(binary).hexdigest() == record.sha256 else None
 
 
 def discard(job: Job) -> None:
-    (job.folder / f"{job.name}.cubin").unlink(missing_ok=True)
+    job.binary.unlink(missing_ok=True)
     record_path(job.folder, job.name).unlink(missing_ok=True)
 
 
 def cached(compiler: Compiler, job: Job) -> Record | None:
     """The record of `job` if its cubin is up to date and within the spills allowed now."""
     record = read_record(job.folder, job.name)
-    if record is None or record.key != compiler.key(job.source) or _refused(record, job):
+    if record is None or record.key != compiler.key(job.source, job.name) or _refused(record, job):
         return None
     return record
 

@@ -1,4 +1,8 @@
-"""The artifact between build time and run time: build/<arch>/manifest.json beside the cubins."""
+"""The artifact between build time and run time: build/<arch>/manifest.json beside the cubins.
+
+Units of the opt-in family `collective` have a list of their own: they are libraries that the
+launcher does not load, and the dispatch table never names them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from generator.arch import Arch
-from generator.compile import Record
+from generator.collective import FAMILY, is_collective
+from generator.compile import Record, file_name
 from generator.render import write_if_changed
 from generator.space import Entry
 
@@ -26,7 +31,22 @@ def variant_row(entry: Entry, record: Record) -> dict:
         "cluster": v.cluster,
         "registers": record.registers,
         "spills": record.spills,
-        "file": f"{v.name}.cubin",
+        "file": file_name(v.name),
+        "sha256": record.sha256,
+        "reason": entry.reason,
+    }
+
+
+def collective_row(entry: Entry, record: Record) -> dict:
+    """An entry of the list of collective units; group sizes are those of a launch."""
+    v = entry.variant
+    return {
+        "name": v.name,
+        **asdict(v),
+        "threads": v.threads,
+        "registers": record.registers,
+        "spills": record.spills,
+        "file": file_name(v.name),
         "sha256": record.sha256,
         "reason": entry.reason,
     }
@@ -37,14 +57,18 @@ def write_manifest(
 ) -> bool:
     """Writes manifest.json if it changed; every file it names exists."""
     for entry, _ in built:
-        if not (folder / f"{entry.variant.name}.cubin").is_file():
-            raise FileNotFoundError(f"{folder / entry.variant.name}.cubin is missing")
+        binary = folder / file_name(entry.variant.name)
+        if not binary.is_file():
+            raise FileNotFoundError(f"{binary} is missing")
+    kernels = [(e, r) for e, r in built if not is_collective(e.variant.name)]
+    units = [collective_row(e, r) for e, r in built if is_collective(e.variant.name)]
     manifest = {
         "format": FORMAT,
         "arch": arch.name,
         "layout_version": LAYOUT_VERSION,
-        "variants": [variant_row(entry, record) for entry, record in built],
+        "variants": [variant_row(entry, record) for entry, record in kernels],
         "dispatch": dispatch,
+        **({FAMILY: units} if units else {}),
     }
     return write_if_changed(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
 
@@ -52,7 +76,8 @@ def write_manifest(
 def listed_names(folder: Path) -> list[str]:
     """Names of the variants an existing manifest lists; empty if there is none that can be read."""
     try:
-        rows = json.loads((folder / "manifest.json").read_bytes())["variants"]
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        rows = [*manifest["variants"], *manifest.get(FAMILY, [])]
         return [row["name"] for row in rows if isinstance(row["name"], str)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []

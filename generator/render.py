@@ -13,6 +13,7 @@ from pathlib import Path
 import jinja2
 
 from generator import cutlass_types
+from generator.collective import is_collective
 from generator.variant import Variant
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
@@ -61,18 +62,27 @@ FAMILY_SOURCE["hopper_sparse"] = replace(
 )
 
 
-@functools.lru_cache(maxsize=1)
 def _template() -> jinja2.Template:
+    return template("kernel.cu.jinja")
+
+
+@functools.lru_cache(maxsize=4)
+def template(name: str) -> jinja2.Template:
+    """A file of templates/ in which a name that is not given is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    return environment.get_template("kernel.cu.jinja")
+    return environment.get_template(name)
 
 
 def render(variant: Variant) -> str:
     """Source of one kernel; the same text for the same variant, always."""
+    if is_collective(variant.name):
+        from generator.collective_source import render_collective
+
+        return render_collective(variant)
     return _template().render(
         variant=variant,
         family=FAMILY_SOURCE[variant.family],

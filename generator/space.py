@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from generator import legality
+from generator import collective, legality
 from generator.arch import Arch
+from generator.collective import CollectiveVariant
 from generator.problem import DTYPES, KERNEL_GROUP_SIZES
 from generator.variant import HOPPER_FAMILIES, Geometry, Variant
 
@@ -37,7 +38,7 @@ class Row:
 class Entry:
     """One variant of a space."""
 
-    variant: Variant
+    variant: Variant | CollectiveVariant
     reason: str
     allowed_spill_bytes: int = 0
 
@@ -209,6 +210,9 @@ def default_space(arch: Arch, families: tuple[str, ...] | None = None) -> list[E
     """
     entries = []
     for family in families or default_families(arch):
+        if family == collective.FAMILY:
+            entries += [Entry(v, reason) for v, reason in collective.declared(arch)]
+            continue
         for row in declared_rows(arch, family):
             geometry = Geometry.parse(f"w4a16_{family}_{row.geometry}")
             for fmt in row.formats:
@@ -225,6 +229,9 @@ def default_space(arch: Arch, families: tuple[str, ...] | None = None) -> list[E
 def full_space(arch: Arch, families: tuple[str, ...] | None = None) -> Iterator[Entry]:
     """Every legal variant of `arch` in a fixed order (thousands; combine with a filter)."""
     for family in families or arch.families:
+        if family == collective.FAMILY:
+            yield from (Entry(v, "full space: every legal unit") for v in collective.every(arch))
+            continue
         for geometry in _geometries(family):
             if legality.why_not(geometry.with_format(*LIGHTEST), arch) is not None:
                 continue  # a heavier format only needs more shared memory

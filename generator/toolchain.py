@@ -75,7 +75,20 @@ def cutlass_include() -> Path:
 
 
 def flags(arch: Arch, env: Mapping[str, str] = os.environ) -> list[str]:
-    """Options of every compilation for `arch`."""
+    """Options of every compilation of a cubin for `arch`."""
+    return [*_options(arch), "-cubin", *_include_folders(), *_host_compiler(env)]
+
+
+def library_flags(arch: Arch, env: Mapping[str, str] = os.environ) -> list[str]:
+    """Options for a kernel with its host code: a small shared library that brings its CUDA runtime,
+    loads without a driver and shows nothing but what it exports.
+    """
+    host = ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-cudart", "static"]
+    link = ["-Xlinker", "--strip-all,--gc-sections,--exclude-libs=ALL"]
+    return [*_options(arch), "-shared", *host, *link, *_include_folders(), *_host_compiler(env)]
+
+
+def _options(arch: Arch) -> list[str]:
     return [
         "-std=c++17",
         "-O3",
@@ -84,11 +97,11 @@ def flags(arch: Arch, env: Mapping[str, str] = os.environ) -> list[str]:
         "-Xptxas",
         "-v",
         f"-gencode=arch={arch.compute},code={arch.name}",
-        "-cubin",
-        f"-I{INCLUDE}",
-        f"-I{cutlass_include()}",
-        *_host_compiler(env),
     ]
+
+
+def _include_folders() -> list[str]:
+    return [f"-I{INCLUDE}", f"-I{cutlass_include()}"]
 
 
 def _host_compiler(env: Mapping[str, str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops
+from . import collective, ops
 from .packed_weight import PackedWeight
 
 _gemm = torch.ops.marlin_cutlass.gemm.default
@@ -28,7 +28,8 @@ def gemm(
     autocast dtype. bias: [N] of any floating dtype. out: [..., N] of a's dtype and contiguous rows,
     written in place and returned; it takes no gradient. kernel: name or geometry of a variant to
     use instead of the table's choice (also MARLIN_CUTLASS_KERNEL); in a checkout with nvcc one that
-    is not built is compiled at the first call and cached (MARLIN_CUTLASS_JIT=0: never).
+    is not built is compiled at the first call and cached (MARLIN_CUTLASS_JIT=0: never). Kernels of
+    the opt-in family `collective` run on a repacked copy of w (docs/collective.md).
     batch_invariant: the bits of a row do not depend on the other rows or on their number.
 
     Returns [..., N] in a's dtype. Differentiable in a and bias. On the CPU a slow reference with
@@ -46,6 +47,9 @@ def gemm(
     device = "cuda" if a.is_cuda else "cpu"
     if not a.is_meta and torch.is_autocast_enabled(device):
         a = a.to(torch.get_autocast_dtype(device))
+    named = ops.FORCED_KERNEL if kernel is None and a.is_cuda else kernel
+    if collective.is_collective(named):
+        return collective.gemm(a, w, named, bias, out, batch_invariant)
     code = ops.kernel_code(kernel, batch_invariant, a, w)
     if torch.is_grad_enabled() and (a.requires_grad or (bias is not None and bias.requires_grad)):
         op = _gemm_autograd

@@ -1,0 +1,400 @@
+"""Running the opt-in family `collective`: CUTLASS's own mixed-input GEMM on a repacked weight.
+
+`gemm(a, w, kernel="w4a16_collective_...")` comes here. A unit is a shared library beside the cubins
+(build.py --arch sm_90a --family collective), listed apart in the manifest and checked against it.
+It reads weights in another order than the kernels of this project, so a PackedWeight is repacked at
+the first call and the copy is kept as long as the weight lives; `repack` and `run` do the same in
+the open. See docs/collective.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import dispatch, ops
+from .errors import LibraryError, TableError, short_dtype
+from .json_file import read_object
+from .layout import BLOCK_COLUMNS, ceil_div
+from .pack import unpack
+from .packed_weight import PackedWeight
+from .reference import column_chunks
+
+PREFIX = "w4a16_collective_"
+ABI = 1  # of templates/include/marlin_cutlass/collective_api.cuh
+TORCH_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+ATOM = 16  # columns and depth of what the weight order repeats
+GROUP_SIZES = (64, 128)  # as stored: a tile is 64 deep and takes one scale a column
+ALIGNMENT = 8  # elements: 16 bytes, which TMA asks of every row
+
+
+# ---- the weight ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CollectiveWeight:
+    """A weight in CUTLASS's order: W[k, n] = alpha * code[k, n] * scales[k / group_size, n].
+
+    codes: uint8 [K/16, ceil(N/16), 128], two's complement nibbles. scales: float16 or bfloat16,
+    [K/group_size, N]. perm: row order of an act-order weight, or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    alpha: float
+    perm: Tensor | None
+    n: int
+    k: int
+    group_size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def clone(self) -> CollectiveWeight:
+        """A copy with codes and scales of its own."""
+        rest = (self.alpha, self.perm, self.n, self.k, self.group_size)
+        return CollectiveWeight(self.codes.clone(), self.scales.clone(), *rest)
+
+
+def why_not(w: PackedWeight) -> str | None:
+    """The rule that keeps collective kernels from taking `w`, or None."""
+    if w.sparse:
+        return "the weight is 2:4-sparse: collective kernels take dense ones"
+    if w.has_zeros:
+        return "the weight has zero points: collective kernels take symmetric ones"
+    if w.stored_group_size not in GROUP_SIZES:
+        return (
+            f"group_size={w.group_size}: collective kernels take 64, 128 and multiples of 128 "
+            "(one scale a column for a tile that is 64 deep)"
+        )
+    if w.n % ALIGNMENT:
+        return f"N={w.n} is not a multiple of {ALIGNMENT}: TMA stores rows of whole 16 bytes"
+    if w.n * w.k >= 2**31:
+        return f"K x N = {w.k} x {w.n} is not below 2^31 codes"
+    return None
+
+
+def repack(w: PackedWeight, dtype: torch.dtype) -> CollectiveWeight:
+    """`w` in CUTLASS's order for activations of `dtype`; on w's device, exact but for the rounding
+    of scales to `dtype`.
+
+    alpha is the power of two that brings the largest scale below 1, so that no scale overflows.
+    Raises ValueError naming the rule that `w` breaks.
+    """
+    reason = why_not(w)
+    if reason is not None:
+        raise ValueError(reason)
+    tiles = ceil_div(w.n, ATOM)
+    codes = torch.empty(w.k // ATOM, tiles, 128, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(w.k // w.stored_group_size, w.n, device=w.device)
+    for first, last in column_chunks(w):
+        start, stop = first * BLOCK_COLUMNS, min(last * BLOCK_COLUMNS, w.n)
+        part = unpack(w, first, last)
+        width = ceil_div(stop - start, ATOM) * ATOM  # padded columns hold code 8, which is zero
+        codes[:, start // ATOM : (start + width) // ATOM] = reorder(part.codes[: w.k, :width])
+        normalised = part.scales[: scales.shape[0], : stop - start].float()
+        scales[:, start:stop] = normalised * w.col_scale[start:stop]
+    exponent = int(torch.frexp(scales.abs().amax()).exponent)
+    stored = torch.ldexp(scales, torch.tensor(-exponent, device=w.device)).to(dtype)
+    return CollectiveWeight(codes, stored, 2.0**exponent, w.perm, w.n, w.k, w.stored_group_size)
+
+
+def reorder(codes: Tensor) -> Tensor:
+    """uint8 codes 0..15 of [K, N], both multiples of 16, as nibbles [K/16, N/16, 128].
+
+    16 x 16 codes follow one another; inside, place = 32 * (n % 8) + 8 * (k / 2 % 4) + 4 * (k % 2) +
+    2 * (k / 8) + n / 8: the eight codes of a lane of wgmma are one word, even depths in its low
+    half. q - 8 in two's complement is q with the top bit flipped.
+    """
+    k, n = codes.shape
+    grid = (codes ^ 8).view(k // ATOM, 2, 4, 2, n // ATOM, 2, 8)
+    grid = grid.permute(0, 4, 6, 2, 3, 1, 5)  # tiles, then from the slowest digit of the place on
+    return (grid[..., 0] | grid[..., 1] << 4).reshape(k // ATOM, n // ATOM, 128)
+
+
+# Repacked copies by the identity of the weight and the activation type; each is dropped with its
+# weight, and made again when the weight was written to.
+_repacked: dict[tuple[int, torch.dtype], tuple[weakref.ref, tuple, CollectiveWeight]] = {}
+
+
+def repacked(w: PackedWeight, dtype: torch.dtype) -> CollectiveWeight:
+    """`repack(w, dtype)`, kept as long as `w` lives and is not changed.
+
+    Raises RuntimeError while a CUDA graph is captured, unless the copy is there.
+    """
+    key, state = (id(w), dtype), _state(w)
+    known = _repacked.get(key)
+    if known is not None and known[0]() is w and known[1] == state:
+        return known[2]
+    if w.packed.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the weight is repacked at the first call: make one before the capture")
+    copy = repack(w, dtype)
+    _repacked[key] = (weakref.ref(w, lambda _: _repacked.pop(key, None)), state, copy)
+    return copy
+
+
+def _state(w: PackedWeight) -> tuple:
+    """Changes when the weight's tensors are replaced or written to."""
+    tensors = (w.packed, w.col_scale)
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
+
+
+# ---- the units -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One built unit: an entry of the manifest's list `collective`."""
+
+    name: str
+    dtype: str
+    m_tile: int
+    decomposition: str
+    file: Path
+    sha256: str
+
+
+class Call(ctypes.Structure):
+    """CollectiveCall of collective_api.cuh."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("c", ctypes.c_void_p),
+        ("lda", ctypes.c_int64),
+        ("ldc", ctypes.c_int64),
+        ("m", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("group_size", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("sms", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+    )
+
+
+class UnitLibrary:
+    """The C interface of a loaded unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        try:
+            data = unit.file.read_bytes()
+        except OSError as error:
+            raise TableError(f"{unit.file} cannot be read: {error}; run build.py again") from error
+        if hashlib.sha256(data).hexdigest() != unit.sha256:
+            raise TableError(f"{unit.file} is not what the manifest lists; run build.py again")
+        try:
+            self._lib = ctypes.CDLL(str(unit.file))
+        except OSError as error:
+            raise LibraryError(f"{unit.file} does not load: {error}") from error
+        self._lib.mc_collective_workspace.restype = ctypes.c_int64
+        self._lib.mc_collective_error.restype = ctypes.c_char_p
+        if self._lib.mc_collective_abi() != ABI:
+            raise TableError(f"{unit.file} is of another version; run build.py again")
+
+    def facts(self) -> tuple[int, int, int]:
+        """Threads, shared memory in bytes and pipeline stages of a CTA."""
+        out = (ctypes.c_int32 * 3)()
+        self._lib.mc_collective_facts(out)
+        return tuple(out)
+
+    def workspace_bytes(self, call: Call) -> int:
+        return self._lib.mc_collective_workspace(ctypes.byref(call))
+
+    def launch(self, call: Call, workspace: int | None, stream: int) -> None:
+        """Raises RuntimeError with CUTLASS's or CUDA's reason."""
+        addresses = (ctypes.c_void_p(workspace), ctypes.c_void_p(stream))
+        if self._lib.mc_collective_launch(ctypes.byref(call), *addresses):
+            text = self._lib.mc_collective_error().decode(errors="replace")
+            raise RuntimeError(f"the collective kernel was not launched: {text}")
+
+
+@functools.lru_cache(maxsize=64)
+def load(unit: Unit) -> UnitLibrary:
+    """The library of a unit. Raises TableError if it is not the one that the manifest lists,
+    LibraryError if it does not load."""
+    return UnitLibrary(unit)
+
+
+def units(folder: Path) -> dict[str, Unit]:
+    """Units by name that the manifest in `folder` lists; TableError if an entry is damaged."""
+    path = Path(folder) / "manifest.json"
+    try:
+        status = path.stat()
+        return dict(_units(path, (status.st_mtime_ns, status.st_size, status.st_ino)))
+    except FileNotFoundError:
+        return {}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise TableError(f"{path}: list of collective units: {error}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def _units(path: Path, state: tuple[int, ...]) -> dict[str, Unit]:
+    return {entry["name"]: _unit(entry, path) for entry in read_object(path).get("collective", [])}
+
+
+def _unit(entry: dict, path: Path) -> Unit:
+    name, file, digest = entry["name"], entry["file"], entry["sha256"]
+    if not is_collective(name) or entry["dtype"] not in TORCH_DTYPES:
+        raise ValueError(f"name={name!r}, dtype={entry['dtype']!r}")
+    if re.fullmatch(r"\w[\w.-]*", file, re.ASCII) is None:
+        raise ValueError(f"{name}: file={file!r} is not a plain file name")
+    tile, decomposition = int(entry["m_tile"]), str(entry["decomposition"])
+    return Unit(name, entry["dtype"], tile, decomposition, path.parent / file, str(digest))
+
+
+def built(device: torch.device | int | None = None) -> dict[str, Unit]:
+    """Units by name for a CUDA device; none where no table is built for it."""
+    arch = dispatch.arch_for(*torch.cuda.get_device_capability(device))
+    return units(dispatch.built_archs()[arch])
+
+
+def is_collective(name: object) -> bool:
+    """Whether a kernel's name or geometry is of this family."""
+    return isinstance(name, str) and name.startswith(PREFIX)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float16` -> `f16`; ValueError for what no unit takes."""
+    for name, kind in TORCH_DTYPES.items():
+        if kind == dtype:
+            return name
+    raise ValueError(f"dtype={short_dtype(dtype)} is not one of float16, bfloat16")
+
+
+def full_name(kernel: str, dtype: str) -> str:
+    """The unit that a name or a geometry means for activations of `dtype`; ValueError if it is for
+    the other type."""
+    given = re.match(rf"{PREFIX}(f16|bf16)_", kernel)
+    if given is None:
+        return kernel.replace(PREFIX, f"{PREFIX}{dtype}_", 1)
+    if given[1] != dtype:
+        raise ValueError(f"kernel={kernel!r} serves {given[1]}: the activations are {dtype}")
+    return kernel
+
+
+def find(kernel: str, dtype: str, known: dict[str, Unit]) -> Unit:
+    """The built unit that a name or geometry means; ValueError with the rule or the command."""
+    name = full_name(kernel, dtype)
+    if name in known:
+        return known[name]
+    reason = _illegal(name)
+    if reason is not None:
+        raise ValueError(f"kernel={kernel!r} can never exist: {reason}")
+    raise ValueError(
+        f"kernel={kernel!r} is not built (built: {', '.join(known) or 'none'}), and units of this "
+        f"family are not compiled on demand: python build.py --arch sm_90a --only {name}"
+    )
+
+
+def _illegal(name: str) -> str | None:
+    """The rule that a name breaks, where the generator is there to say so."""
+    try:
+        from generator.arch import ARCHS
+        from generator.collective import CollectiveVariant
+        from generator.collective import why_not as illegal
+
+        return illegal(CollectiveVariant.parse(name), ARCHS["sm_90a"])
+    except ModuleNotFoundError:
+        return None
+    except ValueError as error:
+        return str(error)
+
+
+# ---- a call --------------------------------------------------------------------------------------
+
+
+def gemm(
+    a: Tensor,
+    w: PackedWeight,
+    kernel: str,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`marlin_cutlass.gemm` with a collective kernel: no bias and no gradient.
+
+    Raises ValueError naming the rule where the kernel cannot serve the call.
+    """
+    if not a.is_cuda:
+        raise ValueError(f"kernel={kernel!r} is a CUDA kernel and a is on {a.device}")
+    ops.check_activations(a, w.n, w.k, w.group_size, w.device)
+    if out is not None:
+        ops.check_out(out, a, w.n)
+    reason = why_not(w) or _refused(a, bias)
+    if reason is not None:
+        raise ValueError(f"kernel={kernel!r} cannot serve this call: {reason}")
+    unit = find(kernel, dtype_name(a.dtype), built(a.device))
+    if batch_invariant and unit.decomposition != "data_parallel":
+        raise ValueError(f"kernel={kernel!r} is not batch-invariant: its sums depend on M")
+    result = a.new_empty((*a.shape[:-1], w.n)) if out is None else out
+    rows = run(unit, a.reshape(-1, w.k), repacked(w, a.dtype), _rows_of(result, w.n))
+    if rows.data_ptr() != result.data_ptr():
+        result.copy_(rows.view(result.shape))
+    return result
+
+
+def _refused(a: Tensor, bias: Tensor | None) -> str | None:
+    if bias is not None:
+        return "cutlass_library emits no bias; add it to the result"
+    if torch.is_grad_enabled() and a.requires_grad:
+        return "it has no gradient; call it under torch.no_grad()"
+    return None
+
+
+def _rows_of(out: Tensor, n: int) -> Tensor | None:
+    """`out` as [M, N] if the kernel can write there, else None."""
+    if not out.is_contiguous() and out.dim() != 2:
+        return None
+    rows = out.view(-1, n)
+    return rows if _aligned(rows) else None
+
+
+def _aligned(rows: Tensor) -> bool:
+    """Whether TMA can address a matrix: unit column stride, rows and base of whole 16 bytes."""
+    stride_ok = rows.stride(1) == 1 and rows.stride(0) % ALIGNMENT == 0
+    return stride_ok and rows.stride(0) >= rows.shape[1] and rows.data_ptr() % 16 == 0
+
+
+def run(unit: Unit, a: Tensor, w: CollectiveWeight, out: Tensor | None = None) -> Tensor:
+    """a [M, K] times a repacked weight of the same activation type -> [M, N], into `out` if given
+    (rows of whole 16 bytes)."""
+    if w.perm is not None:
+        a = a.index_select(1, w.perm)
+    if not _aligned(a):
+        a = a.clone(memory_format=torch.contiguous_format)
+    out = a.new_empty(a.shape[0], w.n) if out is None else out
+    if a.shape[0] == 0:
+        return out
+    device, library = a.device, load(unit)
+    call = Call(
+        weights=w.codes.data_ptr(),
+        scales=w.scales.data_ptr(),
+        a=a.data_ptr(),
+        c=out.data_ptr(),
+        lda=a.stride(0),
+        ldc=out.stride(0),
+        m=a.shape[0],
+        n=w.n,
+        k=w.k,
+        group_size=w.group_size,
+        device=device.index,
+        sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        alpha=w.alpha,
+    )
+    with torch.cuda.device(device):
+        size = library.workspace_bytes(call)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        stream = torch.cuda.current_stream(device).cuda_stream
+        library.launch(call, None if workspace is None else workspace.data_ptr(), stream)
+    return out
