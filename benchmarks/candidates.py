@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.collective import Collective
 from marlin_cutlass.bench import Candidate, Problem, copies_for, pdl_setting
 
 OURS = "ours"
@@ -298,6 +299,7 @@ PEERS: dict[str, Callable[[], Any]] = {
     "torch-int4": TorchInt4,
     "triton-splitk": lambda: TritonKernel(4),
     "triton-dp": lambda: TritonKernel(1),
+    "collective": Collective,
 }
 
 

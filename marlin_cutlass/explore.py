@@ -28,7 +28,9 @@ from generator.cost import estimate, reference_gpu
 from generator.problem import ProblemShape
 from generator.variant import Variant
 from marlin_cutlass import dispatch, jit
+from marlin_cutlass.collective import is_collective
 from marlin_cutlass.explore_candidates import gpu_for, gpu_named
+from marlin_cutlass.explore_collective import collective_rows, ours
 from marlin_cutlass.explore_measure import Format, Measured, Timer, measure
 from marlin_cutlass.explore_rows import (
     Exploration,
@@ -101,6 +103,7 @@ class Explorer:
         for row in rows.values():
             add_facts(row, self.arch, facts)
         if self.timer is not None:
+            rows |= self._collective_rows(table)
             self._measure(rows, kernels, found.limit_us)
         found.rows = sort_rows(list(rows.values()))
         found.sweep = self._sweep(found.rows, kernels)
@@ -113,6 +116,12 @@ class Explorer:
     def _table(self) -> dispatch.Table | None:
         folder = dispatch.built_archs().get(self.arch.name)
         return None if folder is None else dispatch.current_table(folder)
+
+    def _collective_rows(self, table: dispatch.Table | None) -> dict[str, Row]:
+        """CUTLASS's own units that are built; only a measurement says how fast they are."""
+        folder = None if table is None else table.folder
+        found = collective_rows(self.problem, self.gpu, folder, self.overrides)
+        return {name: row for name, row in found.items() if name not in self.skip}
 
     def _built(self, space: Space, table: dispatch.Table | None) -> list[str]:
         """Kernels of the table that are in the space: the table's choice and the likeliest."""
@@ -229,7 +238,8 @@ class Explorer:
         if self.watched:
             self.watch = Watchdog(_on_hang)
         copies = timer.open(p.n, p.k, self.format, max(p.m, max(SWEEP_MS) if self.sweep else 0))
-        guesses = {name: rows[name].predicted_us for name in kernels}
+        named = [name for name in rows if name in kernels or is_collective(name)]
+        guesses = {name: rows[name].predicted_us for name in named}
         results: dict[str, Measured] = {}
         pdl = (False, True) if timer.device.capability >= (9, 0) else (False,)
         try:
@@ -264,7 +274,7 @@ class Explorer:
     def _sweep(self, rows: list[Row], kernels: dict[str, dispatch.Kernel]) -> list[dict[str, Any]]:
         """Time against M of the best variants: the model's, and measured where there is a GPU."""
         points = []
-        best = _different([r for r in rows if not r.refused])
+        best = _different([r for r in ours(rows) if not r.refused])
         for row in best:
             for m in sorted({*SWEEP_MS, self.problem.m}):
                 p = self.problem

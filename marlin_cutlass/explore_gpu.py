@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from marlin_cutlass import library, pack
+from marlin_cutlass import collective, library, pack
 from marlin_cutlass.bench import copies_for, dense_weight, make_weight, relative_error
 from marlin_cutlass.explore_measure import DeviceInfo, Format
 from marlin_cutlass.report import environment
@@ -45,6 +46,7 @@ class GpuTimer:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(64)]
         self._last_burst = 0.0
         self.weights: list[Any] = []
+        self.repacked: list[Any] = []  # copies for kernels of the family collective, when asked for
 
     def open(self, n: int, k: int, fmt: Format, max_m: int) -> int:
         """Random weight, activations [max_m, k] and their fp32 product without TF32."""
@@ -80,7 +82,7 @@ class GpuTimer:
             torch.backends.cuda.matmul.allow_tf32 = previous
 
     def close(self) -> None:
-        self.weights = []
+        self.weights, self.repacked = [], []
         self.a = self.reference = self.out = None
 
     def _call(self, index: int, m: int, copy: int) -> None:
@@ -99,6 +101,21 @@ class GpuTimer:
             index,
         )
 
+    def _calls(self, kernel: str) -> Callable[[int, int], object]:
+        """call(m, copy): one launch of a kernel."""
+        if collective.is_collective(kernel):
+            return self._collective_calls(kernel)
+        index = self._index(kernel)
+        return lambda m, copy: self._call(index, m, copy)
+
+    def _collective_calls(self, kernel: str) -> Callable[[int, int], object]:
+        unit = collective.find(kernel, self.fmt.dtype, collective.built())
+        if not self.repacked:
+            first = collective.repack(self.weights[0], self.a.dtype)
+            self.repacked = [first] + [first.clone() for _ in self.weights[1:]]
+        weights, a, out = self.repacked, self.a, self.out
+        return lambda m, copy: collective.run(unit, a[:m], weights[copy], out[:m])
+
     def _index(self, kernel: str) -> int:
         f = self.fmt
         capability = self.device.capability
@@ -109,7 +126,7 @@ class GpuTimer:
 
     def call(self, kernel: str, m: int, copy: int) -> None:
         """One call on one copy of the weight, finished when this returns."""
-        self._call(self._index(kernel), m, copy)
+        self._calls(kernel)(m, copy)
         torch.cuda.synchronize()
 
     def check(self, kernel: str, m: int) -> float:
@@ -118,7 +135,7 @@ class GpuTimer:
         return self._error(m)
 
     def capture(self, kernel: str, m: int, pdl: bool, calls: int, warm: bool = False) -> _Graph:
-        index, copies = self._index(kernel), 1 if warm else len(self.weights)
+        call, copies = self._calls(kernel), 1 if warm else len(self.weights)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         self.launcher.set_option("pdl", pdl)
@@ -128,7 +145,7 @@ class GpuTimer:
                 graph.capture_begin()
                 try:
                     for i in range(calls):
-                        self._call(index, m, i % copies)
+                        call(m, i % copies)
                 finally:
                     graph.capture_end()
         finally:
