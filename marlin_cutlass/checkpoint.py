@@ -30,6 +30,7 @@ from .layout import LAYOUT_VERSION, stored_group_size
 from .locking import folder_lock
 from .packed_weight import PackedWeight
 from .progress import progress_bar
+from .prune import CHUNK, check_sparsity
 from .safetensors_stream import StreamWriter
 
 SKIP_FILES = ("config.json", "quantize_config.json", INDEX_NAME)
@@ -72,16 +73,19 @@ def plan_conversion(
     group_size: int = 128,
     symmetric: bool = True,
     clip: str | None = None,
+    sparsity: str | None = None,
     skip: Sequence[str] = DENSE_SKIP,
 ) -> Plan:
     """`make_plan`, and for a floating-point folder the choice of weights to quantise (rtn).
 
-    skip: a dense weight whose name has a component containing one of these stays as it is; "gate"
-    alone means a router: gate_proj and gate_up_proj are quantised.
+    sparsity: "2:4" prunes by magnitude before it rounds. skip: a dense weight whose name has a
+    component containing one of these stays as it is; "gate" alone means a router: gate_proj and
+    gate_up_proj are quantised.
     """
     plan = make_plan(Path(src))
     if plan.scheme.name == "dense":
-        options = {"symmetric": symmetric, "clip": clip, "method": "rtn"}
+        check_sparsity(sparsity, CHUNK, group_size, symmetric)
+        options = {"symmetric": symmetric, "clip": clip, "method": "rtn", "sparsity": sparsity}
         _choose_dense(plan, Scheme("dense", group_size, symmetric, source=options), skip)
     return plan
 
@@ -104,6 +108,8 @@ def _choose_dense(plan: Plan, scheme: Scheme, skip: Sequence[str]) -> None:
             plan.problems.append(
                 f"{name}: K={k}, N={n}: K={k} is not a multiple of group_size={scheme.group_size}"
             )
+        if scheme.source["sparsity"] and k % CHUNK:
+            plan.problems.append(f"{name}: K={k}, N={n}: 2:4 sparsity needs a multiple of 4")
         del plan.passed[tensor]
         plan.layers.append(LayerPlan(name, {"weight": (tensor, shard)}, scheme, (k, n)))
     if not plan.layers:

@@ -16,6 +16,7 @@ from .formats import (
     read_marlin_24,
     read_sparse_marlin,
 )
+from .prune import prune_2_4
 from .quantize.rtn import all_finite, quantize_rtn
 from .safetensors_stream import TensorInfo
 
@@ -116,13 +117,15 @@ def _read_dense(layer: LayerPlan, weight: torch.Tensor) -> list[QuantizedWeight]
     if not all_finite(weight):
         raise ValueError(f"{layer.name}: the weight holds NaN or infinity")
     slabs = weight if weight.dim() == 3 else weight.unsqueeze(0)
+    sparse = options["sparsity"] is not None
     return [
         quantize_rtn(
-            slab,
+            prune_2_4(slab) if sparse else slab,
             layer.scheme.group_size,
             symmetric=options["symmetric"],
             clip=options["clip"],
             scale_dtype=scale_dtype,
+            sparse=sparse,
         )
         for slab in slabs
     ]

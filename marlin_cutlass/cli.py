@@ -47,6 +47,13 @@ class Method(str, Enum):
     gptq = "gptq"
 
 
+class Sparsity(str, Enum):
+    """Pruning before or while rounding."""
+
+    none = "none"
+    two_of_four = "2:4"
+
+
 class ActOrder(str, Enum):
     """Row order of gptq."""
 
@@ -109,6 +116,9 @@ def quantize(
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="integer zero points")] = False,
     clip: Annotated[str, typer.Option(help="auto, mse (rtn) or none")] = "auto",
     act_order: Annotated[ActOrder, typer.Option(help="gptq row order")] = ActOrder.off,
+    sparsity: Annotated[
+        Sparsity, typer.Option(help="2:4 prunes half of the weights, for sparse kernels")
+    ] = Sparsity.none,
     resume: Annotated[
         Path | None, typer.Option(help="gptq: folder that keeps finished layers")
     ] = None,
@@ -120,6 +130,7 @@ def quantize(
     """Quantise a floating-point model folder to INT4."""
     if clip not in ("auto", "mse", "none"):
         raise ValueError(f"--clip {clip}: auto, mse or none is required")
+    pruned = None if sparsity is Sparsity.none else sparsity.value
     if method is Method.rtn:
         _no_gptq_options(
             calibration=calibration, resume=resume, act_order=act_order is not ActOrder.off
@@ -135,6 +146,7 @@ def quantize(
             group_size=group_size,
             symmetric=not asymmetric,
             clip="mse" if clip == "mse" else None,
+            sparsity=pruned,
         )
         return print_report(report, target, as_json)
     if calibration is None:
@@ -151,6 +163,7 @@ def quantize(
         symmetric=not asymmetric,
         clip=False if clip == "none" else "auto",
         act_order=order,
+        sparsity=pruned,
         resume=None if resume is None else str(resume),
         progress=not quiet,
     )

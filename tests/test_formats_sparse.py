@@ -10,11 +10,13 @@ import torch
 from integration_weights import random_layer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import marlin_cutlass as mc
 from marlin_cutlass import formats
 from marlin_cutlass.checkpoint import CheckpointError, convert_checkpoint
 from marlin_cutlass.checkpoint_verify import verify_checkpoint
+from marlin_cutlass.cli import app
 from marlin_cutlass.inspecting import add_kernels, inspect_path, packed_size
 from marlin_cutlass.sparse import check_2_4
 
@@ -191,6 +193,27 @@ def test_problems_of_a_marlin_24_folder_are_named_before_anything_is_written(tmp
         (src / "config.json").write_text(text)
         with pytest.raises(ValueError, match=reason):
             convert_checkpoint(src, tmp_path / "out")
+
+
+def test_a_floating_point_folder_is_pruned_and_verified(tmp_path):
+    torch.manual_seed(0)
+    tensors = {f"model.{name}.weight": torch.randn(96, 256).half() for name in ("q_proj", "k_proj")}
+    tensors["model.embed_tokens.weight"] = torch.randn(32, 256).half()
+    src = folder(tmp_path / "in", tensors, {})
+    report = convert_checkpoint(src, tmp_path / "out", sparsity="2:4", clip="mse")
+    assert all(form["sparse"] for form in report.layers.values()) and len(report.layers) == 2
+    assert 0.01 < max(verify_checkpoint(src, tmp_path / "out").values()) < 0.2
+    code = CliRunner().invoke(
+        app, ["quantize", str(src), str(tmp_path / "cli"), "--sparsity", "2:4"]
+    )
+    assert code.exit_code == 0, code.output
+    assert inspect_path(tmp_path / "cli").layers[0].sparse
+    tensors["model.odd.weight"] = torch.randn(32, 130).half()
+    odd = folder(tmp_path / "odd", tensors, {})
+    with pytest.raises(CheckpointError, match=r"model\.odd: K=130, .* needs a multiple of 4"):
+        convert_checkpoint(odd, tmp_path / "no", sparsity="2:4", group_size=-1)
+    with pytest.raises(ValueError, match="symmetric=True"):
+        convert_checkpoint(src, tmp_path / "no", sparsity="2:4", symmetric=False)
 
 
 @pytest.mark.parametrize("k, n, group_size", [(128, 64, 64), (384, 192, 128), (256, 64, -1)])

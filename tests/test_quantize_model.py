@@ -12,6 +12,7 @@ from torch import nn
 from marlin_cutlass.nn import QuantLinear
 from marlin_cutlass.quantize import calibration as cal
 from marlin_cutlass.quantize import quantize_model
+from marlin_cutlass.sparse import check_2_4
 
 
 class Block(nn.Module):
@@ -100,6 +101,25 @@ def test_gptq_beats_rtn_and_compensation_helps():
     plain = error(quantised(original, data, compensate=False)[0], original)
     full = error(quantised(original, data)[0], original)
     assert plain < rtn and full < plain
+
+
+def test_sparse_models_hold_sparse_layers_and_gptq_makes_up_for_what_is_dropped():
+    original, errors = model(blocks=2), {}
+    data = samples(160)
+    for method in ("rtn", "gptq"):
+        work, report = quantised(
+            original, data, method=method, sparsity="2:4", group_size=64, on_illegal="skip"
+        )
+        layers = [m for m in work.modules() if isinstance(m, QuantLinear)]
+        assert len(layers) == len(report.layers) > 0 and all(m.sparse for m in layers)
+        for layer in layers:
+            check_2_4(layer.dequantize(torch.float32))
+        errors[method] = error(work, original)
+    assert errors["gptq"] < errors["rtn"]
+    with pytest.raises(ValueError, match="group_size=32 is not supported with 2:4"):
+        quantised(original, data, sparsity="2:4")
+    with pytest.raises(ValueError, match="sparsity='1:2' is unknown"):
+        quantised(original, data, sparsity="1:2")
 
 
 def test_blocks_run_alone_and_give_what_whole_forwards_give():

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..formats.weight import check_group_size
 from ..progress import progress_bar
+from ..prune import CHUNK, check_sparsity
 from . import calibration as cal
 from .gptq import GptqOptions
 from .report import LayerReport, ModelReport
@@ -56,15 +57,21 @@ def _skip_reason(name: str, skip: Sequence[str]) -> str | None:
 
 
 def check_layers(
-    layers: dict[str, nn.Linear], group_size: int, on_illegal: str, report: ModelReport
+    layers: dict[str, nn.Linear],
+    group_size: int,
+    on_illegal: str,
+    report: ModelReport,
+    sparsity: str | None = None,
 ) -> dict[str, nn.Linear]:
-    """Drop or refuse layers that the group size does not fit: all of them named in one error."""
+    """Drop or refuse layers that the group size or the sparsity does not fit: all of them named in
+    one error."""
     if on_illegal not in ("raise", "skip"):
         raise ValueError(f"on_illegal={on_illegal!r}: 'raise' or 'skip' is required")
     bad = {}
     for name, layer in layers.items():
         try:
             check_group_size(group_size, layer.in_features)
+            check_sparsity(sparsity, layer.in_features, group_size, symmetric=True)
         except ValueError as error:
             bad[name] = str(error)
     if bad and on_illegal == "raise":
@@ -175,6 +182,7 @@ def quantize_model(
     act_order: bool | str = False,
     compensate: bool = True,
     scale_dtype: torch.dtype | None = None,
+    sparsity: str | None = None,
     skip: Sequence[str] = DEFAULT_SKIP,
     on_illegal: str = "raise",
     resume: str | None = None,
@@ -187,6 +195,7 @@ def quantize_model(
     compensate: (gptq) quantise in order of execution, let each layer aim at the original model's
     outputs on inputs that carry the errors so far, and take the mean error into the bias where
     there is one. False is the plain recipe; it needs half the time.
+    sparsity: "2:4" prunes as well: by magnitude for rtn, in the sweep for gptq.
     skip: path components or "re:..." that stay as they are. on_illegal: "raise" names every layer
     the group size does not fit before any work is done, "skip" leaves them. resume: folder that
     keeps finished layers. Other arguments as in `quantize`; scale_dtype None follows the weights.
@@ -199,7 +208,9 @@ def quantize_model(
     if method not in ("rtn", "gptq"):
         raise ValueError(f"method={method!r} is unknown: one of rtn, gptq")
     report = ModelReport()
-    layers = check_layers(select_layers(model, skip, report), group_size, on_illegal, report)
+    check_sparsity(sparsity, CHUNK, group_size, symmetric, act_order)
+    layers = select_layers(model, skip, report)
+    layers = check_layers(layers, group_size, on_illegal, report, sparsity)
     if not layers:
         raise ValueError("the model has no nn.Linear layer to quantise")
     if method == "gptq" and calibration is None:
@@ -211,7 +222,8 @@ def quantize_model(
         bf16 = all(m.weight.dtype == torch.bfloat16 for m in layers.values())
         scale_dtype = torch.bfloat16 if bf16 else torch.float16
     search = clip in ("auto", True)
-    options = GptqOptions(group_size, symmetric, search, percdamp, act_order, scale_dtype)
+    form = (group_size, symmetric, search, percdamp, act_order, scale_dtype, sparsity)
+    options = GptqOptions(*form)
     rtn_clip = "mse" if clip in ("mse", True) else None
     folder = ResumeFolder(
         resume, _settings(method, options, rtn_clip, compensate, layers, len(samples))

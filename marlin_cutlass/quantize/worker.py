@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..formats.weight import QuantizedWeight
+from ..prune import prune_2_4
 from .gptq import GptqOptions, quantize_gptq
 from .hessian import Moments, matched_weight
 from .report import LayerReport
@@ -92,13 +93,14 @@ class LayerWorker:
         return weight, (layer.bias.detach().float() + shift).to(layer.bias.dtype), loss
 
     def _rtn(self, layer: nn.Linear) -> QuantizedWeight:
-        options = self.options
+        options, weight = self.options, layer.weight.detach()
         return quantize_rtn(
-            layer.weight.detach(),
+            weight if options.sparsity is None else prune_2_4(weight),
             options.group_size,
             symmetric=options.symmetric,
             clip=self.rtn_clip,
             scale_dtype=options.scale_dtype,
+            sparse=options.sparsity is not None,
         )
 
     @staticmethod
