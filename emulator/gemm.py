@@ -177,12 +177,13 @@ class _Memory:
 
     def tensor_map(self, variant: Variant) -> runtime.TensorMap:
         """A as [k / 64][m][64]: one box is the activations of one stage, each 64-deep slice m_tile
-        rows of 128 bytes."""
+        rows of 128 bytes, or, of fewer rows, one such slice."""
+        slices = variant.k_sm // 64 // variant.multicast if self.m >= variant.m_tile else 1
         return runtime.TensorMap(
             self.a.data_ptr(),
             (ctypes.c_int64 * 3)(64, self.m, self.width // 64),
             (ctypes.c_int64 * 2)(2 * self.lda, 128),
-            (ctypes.c_int32 * 3)(64, variant.m_tile, variant.k_sm // 64 // variant.multicast),
+            (ctypes.c_int32 * 3)(64, min(self.m, variant.m_tile), slices),
             runtime.TensorMap.MAGIC,
         )
 

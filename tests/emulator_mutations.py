@@ -220,7 +220,7 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "wrong k16 step in the descriptor",
-        *(HLOOP, "descriptor + 2 * (", "descriptor + ("),
+        *(HLOOP, "descriptor + 2 * step", "descriptor + step"),
         *(HOPPER, "values"),
     ),
     _one(
@@ -246,10 +246,20 @@ HOPPER_MUTATIONS = (
         "row coordinate of the activations off by one",
         *(
             PRODUCER,
-            "tile_index(p, s.tile).m * C::kMTile;",
-            "tile_index(p, s.tile).m * C::kMTile + 1;",
+            "row = C::first_row(p, tile_index(p, s.tile).m);",
+            "row = C::first_row(p, tile_index(p, s.tile).m) + 1;",
         ),
         *(HOPPER, "values"),
+    ),
+    _one(
+        "last row tile stored where it does not reach back",
+        *(HKERNEL, "row = C::first_row(p, m);", "row = m * C::kMTile;"),
+        *(HOPPER, "values"),
+    ),
+    _one(
+        "rows of the row tile before stored twice",
+        *(HKERNEL, "8 * i >= skipped", "true"),
+        *(HOPPER, "race"),
     ),
     _one(
         "weight column past the edge",

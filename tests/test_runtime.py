@@ -175,12 +175,13 @@ def test_no_rows_launch_nothing(fake, kernels):
 # ---- launches ----
 
 
+@pytest.mark.parametrize("m", [33, 200])
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_a_launch_has_the_numbers_of_the_table_and_the_schedule(fake, kernels, shape):
+def test_a_launch_has_the_numbers_of_the_table_and_the_schedule(fake, kernels, shape, m):
     table = kernels(shape)
-    gemm(torch.randn(33, 4096).half(), weight(4096, 512))
+    gemm(torch.randn(m, 4096).half(), weight(4096, 512))
     kernel = table.kernels[table.index(fake.last_kernel)]
-    numbers = dispatch.schedule(kernel, 33, 512, 4096, SMS)
+    numbers = dispatch.schedule(kernel, m, 512, 4096, SMS)
     record = fake.record
     assert (record.grid, record.threads) == (numbers.grid, kernel.threads)
     assert record.shared_bytes == record.max_shared == kernel.shared_bytes
@@ -189,9 +190,11 @@ def test_a_launch_has_the_numbers_of_the_table_and_the_schedule(fake, kernels, s
     assert record.programmatic == (kernel.family == "hopper")
     assert (record.flags != 0) == (numbers.flags > 0)
     if kernel.family == "hopper":
-        assert (record.map_rows, record.map_slices) == (33, 64)
+        assert (record.map_rows, record.map_slices) == (m, 64)
         slices = kernel.k_sm // 64 // kernel.multicast
-        assert (record.map_box_rows, record.map_box_slices) == (kernel.m_tile, slices)
+        # Fewer rows than the tile has: no box reaches outside A.
+        box = (kernel.m_tile, slices) if m >= kernel.m_tile else (m, 1)
+        assert (record.map_box_rows, record.map_box_slices) == box
         assert record.map_stride == 2 * 4096
 
 

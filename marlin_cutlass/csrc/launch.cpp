@@ -185,12 +185,15 @@ struct MapSlot {
 constexpr size_t kMapSlots = 128;
 
 // A as [k / 64][m][64]: one box is a stage of 64-column slices of m_tile rows, each row 128 bytes, swizzled for wgmma; CTAs that share
-// activations load a part of the stage each. Rows and columns outside A arrive as zeros.
+// activations load a part of the stage each. Columns outside A arrive as zeros. Where A has fewer rows than the tile a box is one slice of
+// those rows: rows outside A would arrive as zeros too, but slowly (load_activations in hopper_producer.cuh).
 void encode(const Call& call, const Variant& v, driver::TensorMap* map) {
   if (!api().encode_tiled) failed("kernel ", v.name, ": the driver has no cuTensorMapEncodeTiled; a Hopper kernel needs CUDA 12");
   const uint64_t sizes[3] = {64, static_cast<uint64_t>(call.m), static_cast<uint64_t>(call.k / 64)};
   const uint64_t strides[2] = {static_cast<uint64_t>(call.lda) * 2, 128};
-  const uint32_t box[3] = {64, static_cast<uint32_t>(v.fields.m_tile), static_cast<uint32_t>(v.fields.k_sm / 64 / v.fields.multicast)};
+  const bool whole = call.m >= v.fields.m_tile;
+  const uint32_t rows = static_cast<uint32_t>(whole ? v.fields.m_tile : call.m);
+  const uint32_t box[3] = {64, rows, static_cast<uint32_t>(whole ? v.fields.k_sm / 64 / v.fields.multicast : 1)};
   const uint32_t steps[3] = {1, 1, 1};
   const bool half = static_cast<Dtype>(call.dtype) == Dtype::kFloat16;
   check(api().encode_tiled(map, half ? driver::kMapFloat16 : driver::kMapBfloat16, 3, const_cast<void*>(call.a), sizes, strides, box, steps,

@@ -80,6 +80,15 @@ struct HopperConfig {
   // First column block of this CTA in column tile `n` of its cluster.
   MC_DEVICE static int first_block(int n) { return (n * kMulticast + block_index() % kMulticast) * kColumnBlocks; }
 
+  // Rows outside A would arrive as zeros, but more slowly than rows that exist (H200: up to a third of the time). So the last row tile reaches
+  // back over rows of the one before, and a single tile loads only the rows there are; the rest of its shared memory is garbage that
+  // stays in rows nobody stores. The host makes the box of a copy to match (tensor_map in launch.cpp).
+  MC_DEVICE static int rows_loaded(const GemmParams& p) { return p.m < kMTile ? p.m : kMTile; }
+  MC_DEVICE static int first_row(const GemmParams& p, int m) {
+    const int last = p.m - rows_loaded(p);
+    return m * kMTile < last ? m * kMTile : last;
+  }
+
   MC_DEVICE static smem_addr_t full(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * stage; }
   MC_DEVICE static smem_addr_t empty(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * (kStages + stage); }
   // Multicast: the stage is free in every CTA of the cluster.

@@ -41,14 +41,16 @@ template <class C> MC_DEVICE int atom_column(int first_block, int warpgroup_n, i
   return (first_block + warpgroup_n * C::kRowBlocks + r) * kBlockColumns + (warp_index() & 3) * 16;
 }
 
+// Row block `r` of row tile `m`.
 template <class C>
-MC_DEVICE void store_rows(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int row, int column, uint32_t rank) {
-  const int lane = lane_index();
+MC_DEVICE void store_rows(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int m, int column, uint32_t rank) {
+  const int lane = lane_index(), row = C::first_row(p, m);
+  const int skipped = m * C::kMTile - row - (lane >> 2);  // rows that the tile before stores
   load_column_bias<typename C::Element>(p, column, lane, f);
 #pragma unroll
   for (int i = 0; i < C::kMTile / 8; ++i)
     if (owns_chunk<C>(r * (C::kMTile / 8) + i, rank))
-      store_atom<typename C::Element>(p, &loop.acc[r][4 * i], f, row + 8 * i, column, lane);
+      store_atom<typename C::Element>(p, &loop.acc[r][4 * i], f, row + 8 * i, column, lane, 8 * i >= skipped);
 }
 
 template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_addr_t base, Loop work, uint32_t rank) {
@@ -77,7 +79,7 @@ template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_
     const TileIndex t = tile_index(p, s.tile);
 #pragma unroll
     for (int r = 0; r < C::kRowBlocks; ++r)
-      store_rows<C>(p, loop, factors[r], r, t.m * C::kMTile, atom_column<C>(C::first_block(t.n), group_n, r), rank);
+      store_rows<C>(p, loop, factors[r], r, t.m, atom_column<C>(C::first_block(t.n), group_n, r), rank);
   }
 }
 
@@ -107,8 +109,7 @@ template <class C> MC_DEVICE void consume_hybrid(const GemmParams& p, smem_addr_
       forget(index);  // computed again rather than kept in registers, or spilled, through the main loop
       s = hybrid_item<C>(p, index, item);
       if (reduce_shares<C>(p, loop.acc, base, s, index, warp_index() >> 2))
-        store_rows<C>(p, loop, factors, 0, typename C::Hybrid{p}.pass(block_index(), index).m * C::kMTile,
-                      atom_column<C>(s.tile, 0, 0), 0);
+        store_rows<C>(p, loop, factors, 0, typename C::Hybrid{p}.pass(block_index(), index).m, atom_column<C>(s.tile, 0, 0), 0);
     }
     loop.skip(left);
     // A slot that left stages out must not look at a barrier that is still a phase behind.

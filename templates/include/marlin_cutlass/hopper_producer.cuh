@@ -33,15 +33,22 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
   }
 }
 
-// One stage of activations. In a cluster every CTA loads its part of the stage for all of them, once the stage is free in all.
+// One stage of activations, `rows` of them: a box of the whole stage or, of fewer rows than the tile has, one for each 64 of its depth. In a
+// cluster every CTA loads its part of the stage for all of them, once the stage is free in all.
 template <class C>
-MC_DEVICE void load_activations(const TensorMap& map_a, smem_addr_t base, const RingPosition<C::kStages>& ring, int row, int step) {
+MC_DEVICE void load_activations(const TensorMap& map_a, smem_addr_t base, const RingPosition<C::kStages>& ring, int row, int rows, int step) {
   const smem_addr_t full = C::full(base, ring.stage), stage = base + ring.stage * C::kActivationBytes;
+  constexpr int kPanels = C::kKSm / 64;  // 64 deep each
   mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
   if constexpr (C::kMulticast == 1) {
-    mbarrier_arrive_expect(full, C::kActivationBytes);
-    // Rows and depth outside A arrive as zeros and count their bytes.
-    tensor_load_3d(stage, &map_a, 0, row, step * (C::kKSm / 64), full);
+    mbarrier_arrive_expect(full, rows * (kPanels * 128));
+    // Depth outside A arrives as zeros and counts its bytes.
+    if (rows == C::kMTile) {
+      tensor_load_3d(stage, &map_a, 0, row, step * kPanels, full);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kPanels; ++i) tensor_load_3d(stage + i * (C::kMTile * 128), &map_a, 0, row, step * kPanels + i, full);
+    }
   } else {
     constexpr int kParts = C::kMulticast;
     const smem_addr_t free = C::cluster_empty(base, ring.stage);
@@ -49,21 +56,24 @@ MC_DEVICE void load_activations(const TensorMap& map_a, smem_addr_t base, const 
 #pragma unroll
     for (int r = 0; r < kParts; ++r) mbarrier_arrive_remote(free, r);
     mbarrier_wait(free, ring.phase);
-    mbarrier_arrive_expect(full, C::kActivationBytes);
-    tensor_load_3d_multicast(stage + rank * (C::kActivationBytes / kParts), &map_a, 0, row,
-                             step * (C::kKSm / 64) + rank * (C::kKSm / 64 / kParts), full, (1 << kParts) - 1);
+    mbarrier_arrive_expect(full, rows * (kPanels * 128));
+    const int first = rank * (kPanels / kParts), boxes = rows == C::kMTile ? 1 : kPanels / kParts;
+#pragma unroll 1
+    for (int i = first; i < first + boxes; ++i)
+      tensor_load_3d_multicast(stage + i * (C::kMTile * 128), &map_a, 0, row, step * kPanels + i, full, (1 << kParts) - 1);
   }
 }
 
 template <class C, class Loop>
 MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, Loop loop) {
   wait_for_previous_grid();
+  const int rows = C::rows_loaded(p);
   RingPosition<C::kStages> ring;
   Segment s;
   while (loop.next(s)) {
-    const int row = tile_index(p, s.tile).m * C::kMTile;
+    const int row = C::first_row(p, tile_index(p, s.tile).m);
     for (int step = s.k_begin; step < s.k_end; ++step) {
-      load_activations<C>(map_a, base, ring, row, step);
+      load_activations<C>(map_a, base, ring, row, rows, step);
       ring.advance();
     }
   }
@@ -108,14 +118,16 @@ template <class C> MC_DEVICE void produce_weights_hybrid(const GemmParams& p, sm
 
 template <class C> MC_DEVICE void produce_activations_hybrid(const GemmParams& p, const TensorMap& map_a, smem_addr_t base) {
   wait_for_previous_grid();
+  const int rows = C::rows_loaded(p);
   RingPosition<C::kStages> ring;
 #pragma unroll 1
   for (int index = 0; index < typename C::Hybrid{p}.passes(); ++index) {
     const HybridPass pass = typename C::Hybrid{p}.pass(block_index(), index);
+    const int row = C::first_row(p, pass.m);
     int step = pass.start;
 #pragma unroll 1
     for (int j = 0; j < pass.steps; ++j) {
-      load_activations<C>(map_a, base, ring, pass.m * C::kMTile, step);
+      load_activations<C>(map_a, base, ring, row, rows, step);
       if (++step == p.k_steps) step = 0;
       ring.advance();
     }
