@@ -210,7 +210,7 @@ def gemm(
 
     Raises ValueError naming the rule where the kernel cannot serve the call.
     """
-    if not a.is_cuda:
+    if not _on_cuda(a):
         raise ValueError(f"kernel={kernel!r} is a CUDA kernel and a is on {a.device}")
     ops.check_activations(a, w.n, w.k, w.group_size, w.device)
     if out is not None:
@@ -226,6 +226,10 @@ def gemm(
     if rows.data_ptr() != result.data_ptr():
         result.copy_(rows.view(result.shape))
     return result
+
+
+def _on_cuda(a: Tensor) -> bool:
+    return a.is_cuda
 
 
 def _refused(a: Tensor, bias: Tensor | None) -> str | None:
@@ -272,7 +276,7 @@ def run(unit: Unit, a: Tensor, w: CollectiveWeight, out: Tensor | None = None) -
         n=w.n,
         k=w.k,
         group_size=w.group_size,
-        device=device.index,
+        device=a.get_device(),
         sms=torch.cuda.get_device_properties(device).multi_processor_count,
         alpha=w.alpha,
     )

@@ -117,11 +117,15 @@ def repacked(w: PackedWeight, dtype: torch.dtype) -> CollectiveWeight:
     known = _repacked.get(key)
     if known is not None and known[0]() is w and known[1] == state:
         return known[2]
-    if w.packed.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _on_cuda(w) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the weight is repacked at the first call: make one before the capture")
     copy = repack(w, dtype)
     _repacked[key] = (weakref.ref(w, lambda _: _repacked.pop(key, None)), state, copy)
     return copy
+
+
+def _on_cuda(w: PackedWeight) -> bool:
+    return w.packed.is_cuda
 
 
 def _state(w: PackedWeight) -> tuple:
