@@ -11,7 +11,6 @@ How it measures: marlin_cutlass/bench.py.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -40,6 +39,7 @@ from marlin_cutlass.bench import (
     make_problem,
     make_weight,
     measure,
+    pruned,
 )
 from marlin_cutlass.dispatch import Kernel, with_format
 from marlin_cutlass.library import table_for_capability
@@ -60,17 +60,6 @@ AMPERE = (
     "m128_n256k128_w8x1_p4_striped_c1",
 )
 COLUMNS = ("ours", "ours PDL", "best ampere", SPARSE, "best sparse", SEMI, "cuBLAS fp16")
-
-
-def pruned(q: torch.Tensor) -> torch.Tensor:
-    """Codes [K, N] with two random ones of each four rows set to 8, which means 0."""
-    k, n = q.shape
-    gen = torch.Generator(device=q.device).manual_seed(k + n)
-    pairs = list(itertools.combinations(range(4), 2))
-    masks = torch.tensor([[i in pair for i in range(4)] for pair in pairs], device=q.device)
-    chosen = torch.randint(0, len(pairs), (k // 4, n), device=q.device, generator=gen)
-    kept = masks[chosen].permute(0, 2, 1).reshape(k, n)
-    return torch.where(kept, q, torch.full_like(q, 8))
 
 
 class Sparse:

@@ -42,6 +42,7 @@ class Measurement:
     group_size: int = 128
     dtype: str = "f16"
     zeros: bool = False
+    sparse: bool = False  # 2:4-sparse weights, which only geometries of a sparse family serve
     us_pdl: float | None = None  # in a chain with programmatic dependent launch
     cubin: str = ""  # first digits of the sha256 of what was timed
 
@@ -60,9 +61,11 @@ class Measurement:
             number = type(value) in (int, float) and 0 < value < float("inf")
             if not number and not (name == "us_pdl" and value is None):
                 raise ValueError(f"{name}={value!r} is not a positive number")
-        if type(self.zeros) is not bool:
-            raise ValueError(f"zeros={self.zeros!r} is not true or false")
-        Geometry.parse(self.geometry).with_format(*self.format)
+        for name in ("zeros", "sparse"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not true or false")
+        if Geometry.parse(self.geometry).with_format(*self.format).sparse != self.sparse:
+            raise ValueError(f"sparse={self.sparse}: {self.geometry} is for other weights")
 
     @property
     def decisive_us(self) -> float:

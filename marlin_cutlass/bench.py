@@ -9,6 +9,7 @@ Every candidate is checked against an fp32 product before it is timed and once m
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -114,6 +115,17 @@ def make_weight(
     groups = 1 if group_size == -1 else k // group_size
     scales = torch.rand(groups, n, device=device, generator=gen) * 0.011 + 0.004
     return q, scales.to(dtype)
+
+
+def pruned(q: torch.Tensor) -> torch.Tensor:
+    """Codes [K, N] with two random ones of each four rows set to 8, which means 0."""
+    k, n = q.shape
+    gen = torch.Generator(device=q.device).manual_seed(k + n)
+    pairs = list(itertools.combinations(range(4), 2))
+    masks = torch.tensor([[i in pair for i in range(4)] for pair in pairs], device=q.device)
+    chosen = torch.randint(0, len(pairs), (k // 4, n), device=q.device, generator=gen)
+    kept = masks[chosen].permute(0, 2, 1).reshape(k, n)
+    return torch.where(kept, q, torch.full_like(q, 8))
 
 
 def make_problem(m: int, q: torch.Tensor, scales: torch.Tensor, group_size: int = 128) -> Problem:

@@ -23,6 +23,8 @@ from .layout import BLOCK_COLUMNS, BLOCK_DEPTH, LAYOUT_VERSION, ceil_div, stored
 MANIFEST_FORMAT = 1
 BUILDABLE = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")  # build.py --arch
 FAMILIES = ("ampere", "hopper", "sparse", "hopper_sparse")
+SPARSE_FAMILIES = ("sparse", "hopper_sparse")  # for 2:4-sparse weights
+SPARSE_PREFIXES = tuple(f"w4a16_{family}_m" for family in SPARSE_FAMILIES)  # of geometries
 DTYPES = ("f16", "bf16")
 DECOMPOSITIONS = ("data_parallel", "striped", "split_k", "stream_k", "hybrid")
 GROUPS = (32, 64, 128, -1)
@@ -106,7 +108,7 @@ class Kernel:
     @property
     def sparse(self) -> bool:
         """Whether it is for 2:4-sparse weights."""
-        return self.family in ("sparse", "hopper_sparse")
+        return self.family in SPARSE_FAMILIES
 
     @property
     def format_text(self) -> str:
@@ -161,7 +163,7 @@ class Row:
     def covers(self, dtype: str, zeros: bool, group_size: int, sparse: bool = False) -> bool:
         """Whether the row speaks of this format at all."""
         return (
-            self.geometry.startswith("w4a16_sparse_") == sparse
+            self.geometry.startswith(SPARSE_PREFIXES) == sparse
             and self.dtype in (None, dtype)
             and self.zeros in (None, zeros)
             and self.group_size in (None, group_size)

@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,8 +83,7 @@ class Explorer:
 
     @property
     def format(self) -> Format:
-        p = self.problem
-        return Format(p.dtype, p.zeros, p.kernel_group_size)
+        return Format.of(self.problem)
 
     def run(self) -> Exploration:
         """Enumerates, compiles, measures; an interrupt ends the step and keeps what there is."""
@@ -136,7 +135,7 @@ class Explorer:
     def _choice(self, table: dispatch.Table | None) -> str | None:
         p = self.problem
         try:
-            form = (p.kernel_group_size, p.dtype, p.zeros, self.gpu.sms)
+            form = (p.kernel_group_size, p.dtype, p.zeros, self.gpu.sms, p.sparse)
             return table.select(p.m, p.n, p.k, *form)[0].name if table else None
         except LookupError:
             return None
@@ -277,8 +276,7 @@ class Explorer:
         best = _different([r for r in ours(rows) if not r.refused])
         for row in best:
             for m in sorted({*SWEEP_MS, self.problem.m}):
-                p = self.problem
-                problem = ProblemShape(m, p.n, p.k, p.group_size, p.dtype, p.zeros)
+                problem = replace(self.problem, m=m)
                 predicted = estimate(problem, Variant.parse(row.name), self.gpu).total
                 point = {"name": row.name, "m": m, "predicted_us": predicted, "us": None}
                 points.append(point | {"limit_us": limit_us(problem, self.gpu, self._device())})
@@ -391,6 +389,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="f16 or bf16")] = "f16",
     zeros: Annotated[bool, typer.Option("--zeros", help="zero points")] = False,
     group_size: Annotated[int, typer.Option(help="32, 64, 128 or -1")] = 128,
+    sparse: Annotated[bool, typer.Option("--sparse", help="a 2:4-sparse weight")] = False,
     sweep: Annotated[bool, typer.Option(help="time against M of the best three")] = True,
     json_: Annotated[Path | None, typer.Option("--json", help="write everything as JSON")] = None,
     html: Annotated[Path | None, typer.Option(help="write one self-contained page")] = None,
@@ -409,7 +408,7 @@ def main(
         return out.print(figures(gpu or "A10"), markup=False)
     if problem is None:
         raise ValueError("a problem MxNxK is needed, such as 16x4096x4096")
-    shape = ProblemShape(*parse_problem(problem), group_size, dtype, zeros)
+    shape = ProblemShape(*parse_problem(problem), group_size, dtype, zeros, sparse)
     seconds, overrides = parse_seconds(budget), parse_overrides(set_ or [])
     timer = find_timer() if gpu is None else None
     where, model = target(timer, arch, gpu)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from marlin_cutlass import collective, library, pack
-from marlin_cutlass.bench import copies_for, dense_weight, make_weight, relative_error
+from marlin_cutlass import collective, library, pack, pack_sparse
+from marlin_cutlass.bench import copies_for, dense_weight, make_weight, pruned, relative_error
 from marlin_cutlass.explore_measure import DeviceInfo, Format
 from marlin_cutlass.report import environment
 
@@ -55,7 +55,11 @@ class GpuTimer:
         dtype = TORCH_DTYPES[fmt.dtype]
         q, scales = make_weight(n, k, group_size=fmt.group_size, dtype=dtype, device=self.place)
         zeros = torch.randint_like(scales, 0, 17).to(torch.uint8) if fmt.zeros else None
-        packed = pack(q, scales, zeros, group_size=fmt.group_size)
+        if fmt.sparse:
+            q = pruned(q)
+            packed = pack_sparse(q, scales, group_size=fmt.group_size)
+        else:
+            packed = pack(q, scales, zeros, group_size=fmt.group_size)
         count = copies_for(packed.packed.numel(), self.device.l2_bytes)
         self.weights = [packed] + [packed.clone() for _ in range(count - 1)]
         gen = torch.Generator(device=self.place).manual_seed(max_m)
@@ -119,7 +123,7 @@ class GpuTimer:
     def _index(self, kernel: str) -> int:
         f = self.fmt
         capability = self.device.capability
-        return library.forced_index(kernel, capability, f.dtype, f.zeros, f.group_size)
+        return library.forced_index(kernel, capability, f.dtype, f.zeros, f.group_size, f.sparse)
 
     def _error(self, m: int) -> float:
         return relative_error(self.out[:m], self.reference[:m])

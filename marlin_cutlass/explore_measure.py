@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from generator.problem import ProblemShape
+
 PDL_OFF, PDL_ON = False, True
 
 
@@ -24,9 +26,21 @@ class Format:
     dtype: str = "f16"
     zeros: bool = False
     group_size: int = 128
+    sparse: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype}{' with zero points' if self.zeros else ''}, group {self.group_size}"
+        kind = " with zero points" if self.zeros else ", 2:4 sparse" if self.sparse else ""
+        return f"{self.dtype}{kind}, group {self.group_size}"
+
+    @classmethod
+    def of(cls, problem: ProblemShape) -> Format:
+        """The format of a call."""
+        p = problem
+        return cls(p.dtype, p.zeros, p.kernel_group_size, p.sparse)
+
+    def problem(self, m: int, n: int, k: int) -> ProblemShape:
+        """A call with this format; ValueError for what no kernel serves."""
+        return ProblemShape(m, n, k, self.group_size, self.dtype, self.zeros, self.sparse)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ def model_cells(file: TuningFile, figure: Callable[[dict], float] = score) -> li
     """Every measured shape against the model. figure: which of an entry's times is meant."""
     gpu = gpu_for(file.gpu, ARCHS[file.arch], file.sms)
     found = []
-    for (n, k, m, dtype, zeros, group), entries in cells(file.entries.values()).items():
-        problem = ProblemShape(m, n, k, group, dtype, zeros)
+    for (n, k, m, dtype, zeros, group, sparse), entries in cells(file.entries.values()).items():
+        problem = ProblemShape(m, n, k, group, dtype, zeros, sparse)
         predicted = {
             e["geometry"]: estimate(
                 problem, Geometry.parse(e["geometry"]).with_format(dtype, zeros, group), gpu

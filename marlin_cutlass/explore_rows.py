@@ -17,9 +17,9 @@ from generator.cost import estimate
 from generator.legality import occupancy
 from generator.problem import ProblemShape
 from generator.variant import Variant
-from marlin_cutlass.explore_measure import Measured
+from marlin_cutlass.explore_measure import Format, Measured
 from marlin_cutlass.jit import read_record
-from marlin_cutlass.limits import device_limits
+from marlin_cutlass.limits import SPARSE_SPEED_UP, device_limits
 from marlin_cutlass.limits import limit as measured_limit
 
 WIDTH = 200  # whole rows even in a narrow terminal or a pipe
@@ -129,12 +129,12 @@ def limit_us(problem: ProblemShape, gpu: Gpu, device: str) -> float:
     """Shortest possible time: measured streaming where the device's is known, else data sheet."""
     p = problem
     if device_limits(device) is not None:
-        found = measured_limit(
-            p.m, p.n, p.k, group_size=p.kernel_group_size, has_zeros=p.zeros, device=device
-        )
+        form = {"group_size": p.kernel_group_size, "has_zeros": p.zeros, "sparse": p.sparse}
+        found = measured_limit(p.m, p.n, p.k, **form, device=device)
         if found is not None:
             return found
-    return max(p.weight_bytes / gpu.bandwidth, 2.0 * p.m * p.n * p.k / gpu.tensor_flops) * 1e6
+    rate = gpu.tensor_flops * (SPARSE_SPEED_UP if p.sparse else 1)
+    return max(p.weight_bytes / gpu.bandwidth, 2.0 * p.m * p.n * p.k / rate) * 1e6
 
 
 def cubin_facts(folders: Iterable[Path], names: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -194,7 +194,7 @@ def print_table(found: Exploration, console: Console, limit: int | None = None) 
         f"measured on {found.measured_on}" if found.measured_on else f"modelled for {found.gpu}"
     )
     table = Table(
-        title=f"{p.m} x {p.n} x {p.k}, {p.dtype}, group {p.group_size}; {source}; "
+        title=f"{p.m} x {p.n} x {p.k}, {Format.of(p)}; {source}; "
         f"limit {found.limit_us:.2f} us",
         title_justify="left",
         box=None,

@@ -98,6 +98,8 @@ class TuningFile:
         shape["geometry"] = geometry_of(found.kernel, fmt)
         if fmt != Format():
             shape |= {"dtype": fmt.dtype, "zeros": fmt.zeros, "group_size": fmt.group_size}
+        if fmt.sparse:
+            shape["sparse"] = True
         key = entry_key(shape)
         if found.refused:
             self.entries.pop(key, None)
@@ -112,7 +114,7 @@ class TuningFile:
 
     def known(self, n: int, k: int, m: int, fmt: Format) -> dict[str, dict[str, Any]]:
         """Entries and refusals of one cell by geometry."""
-        cell = (n, k, m, fmt.dtype, fmt.zeros, fmt.group_size)
+        cell = (n, k, m, fmt.dtype, fmt.zeros, fmt.group_size, fmt.sparse)
         both = {**self.excluded, **self.entries}
         return {key[-1]: entry for key, entry in both.items() if key[:-1] == cell}
 
@@ -126,6 +128,7 @@ def entry_key(entry: dict[str, Any]) -> Key:
         entry.get("dtype", fmt.dtype),
         entry.get("zeros", fmt.zeros),
         entry.get("group_size", fmt.group_size),
+        entry.get("sparse", fmt.sparse),
         entry["geometry"],
     )
 
@@ -143,7 +146,7 @@ def score(entry: dict[str, Any]) -> float:
 
 
 def cells(entries: Iterable[dict[str, Any]]) -> dict[Key, list[dict[str, Any]]]:
-    """Entries of each (n, k, m, dtype, zeros, group_size), fastest first."""
+    """Entries of each (n, k, m, dtype, zeros, group_size, sparse), fastest first."""
     found: dict[Key, list[dict[str, Any]]] = {}
     for entry in entries:
         found.setdefault(entry_key(entry)[:-1], []).append(entry)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from marlin_cutlass.layout import BLOCK_COLUMNS, BLOCK_DEPTH, CODE_BYTES, ceil_div, scale_bytes
+from marlin_cutlass.layout import (
+    BLOCK_COLUMNS,
+    BLOCK_DEPTH,
+    block_bytes,
+    ceil_div,
+    sparse_block_bytes,
+)
+
+SPARSE_SPEED_UP = 2  # of tensor cores that multiply only two of four, by the data sheets
 
 
 @dataclass(frozen=True)
@@ -52,10 +60,13 @@ def device_limits(name: str) -> DeviceLimits | None:
     return next((v for key, v in DEVICE_LIMITS.items() if key in name), None)
 
 
-def packed_bytes(n: int, k: int, group_size: int = 128, has_zeros: bool = False) -> int:
+def packed_bytes(
+    n: int, k: int, group_size: int = 128, has_zeros: bool = False, sparse: bool = False
+) -> int:
     """Bytes of one packed [k, n] weight: codes, scales and zero points, padding included."""
     blocks = ceil_div(n, BLOCK_COLUMNS) * ceil_div(k, BLOCK_DEPTH)
-    return blocks * (CODE_BYTES + scale_bytes(group_size, has_zeros))
+    width = sparse_block_bytes(group_size) if sparse else block_bytes(group_size, has_zeros)
+    return blocks * width
 
 
 def limit(
@@ -65,15 +76,18 @@ def limit(
     *,
     group_size: int = 128,
     has_zeros: bool = False,
+    sparse: bool = False,
     pdl: bool = False,
     device: str = "NVIDIA H200",
 ) -> float | None:
-    """Shortest possible time of one call in us: max(weight streaming, 2 m n k / tensor rate).
+    """Shortest possible time of one call in us: max(weight streaming, 2 m n k / tensor rate), the
+    rate doubled for a 2:4-sparse weight.
 
     None where the device's limits were not measured.
     """
     limits = device_limits(device)
     if limits is None:
         return None
-    stream = limits.stream_us(packed_bytes(n, k, group_size, has_zeros) / 1e6, pdl)
-    return max(stream, 2.0 * m * n * k / limits.tensor_flops * 1e6)
+    stream = limits.stream_us(packed_bytes(n, k, group_size, has_zeros, sparse) / 1e6, pdl)
+    rate = limits.tensor_flops * (SPARSE_SPEED_UP if sparse else 1)
+    return max(stream, 2.0 * m * n * k / rate * 1e6)

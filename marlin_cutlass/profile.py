@@ -184,8 +184,11 @@ def child(m: int, n: int, k: int, fmt: Format, kernel: str | None) -> None:
     copies = timer.open(n, k, fmt, m)
     if kernel is None:
         table = table_for_capability(*timer.device.capability)
-        form = (fmt.group_size, fmt.dtype, fmt.zeros, timer.device.sms)
-        kernel = table.select(m, n, k, *form)[0].name
+        form = (fmt.group_size, fmt.dtype, fmt.zeros, timer.device.sms, fmt.sparse)
+        try:
+            kernel = table.select(m, n, k, *form)[0].name
+        except LookupError as error:
+            raise ValueError(f"{error}: name a kernel with --kernel") from None
     for i in range(WARM_UP + 1):
         timer.call(kernel, m, i % copies)
 
@@ -202,16 +205,19 @@ def main(
     dtype: Annotated[str, typer.Option(help="f16 or bf16")] = "f16",
     zeros: Annotated[bool, typer.Option("--zeros", help="zero points")] = False,
     group_size: Annotated[int, typer.Option(help="32, 64, 128 or -1")] = 128,
+    sparse: Annotated[bool, typer.Option("--sparse", help="a 2:4-sparse weight")] = False,
     json_: Annotated[bool, typer.Option("--json", help="print the counters as JSON")] = False,
     inside: Annotated[bool, typer.Option("--inside", hidden=True)] = False,
 ) -> None:
     """Where the time of one kernel goes, by the GPU's own counters."""
     m, n, k = parse_problem(problem)
-    fmt = Format(dtype, zeros, group_size)
+    fmt = Format(dtype, zeros, group_size, sparse)
+    fmt.problem(m, n, k)  # names what no kernel serves
     if inside:
         return child(m, n, k, fmt, kernel)
     arguments = [problem, "--inside", "--dtype", dtype, "--group-size", str(group_size)]
     arguments += ["--zeros"] if zeros else []
+    arguments += ["--sparse"] if sparse else []
     arguments += ["--kernel", kernel] if kernel else []
     measured = parse(run(command(find_ncu(), arguments)))
     if json_:

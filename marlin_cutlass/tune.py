@@ -80,7 +80,7 @@ class Tuner:
 
     def _mine(self) -> list[dispatch.Kernel]:
         wanted = (self.fmt.dtype, self.fmt.zeros, self.fmt.group_size)
-        kernels = [k for k in self.table.kernels if not k.sparse]  # weights here are dense
+        kernels = [k for k in self.table.kernels if k.sparse == self.fmt.sparse]
         return [k for k in kernels if (k.dtype, k.zeros, k.group_size) == wanted]
 
     @property
@@ -89,14 +89,17 @@ class Tuner:
         return (PDL_OFF, PDL_ON) if has else (PDL_OFF,)
 
     def problem(self, shape: WeightShape, m: int) -> ProblemShape:
-        f = self.fmt
-        return ProblemShape(m, shape.n, shape.k, f.group_size, f.dtype, f.zeros)
+        return self.fmt.problem(m, shape.n, shape.k)
+
+    def select(self, shape: WeightShape, m: int) -> tuple[dispatch.Kernel, dispatch.Row]:
+        """The table's choice and its row; LookupError where it has nothing."""
+        f, sms = self.fmt, self.timer.device.sms
+        form = (f.group_size, f.dtype, f.zeros, sms, f.sparse)
+        return self.table.select(m, shape.n, shape.k, *form)
 
     def choice(self, shape: WeightShape, m: int) -> str:
         """What the table chooses; LookupError where it has nothing."""
-        f, sms = self.fmt, self.timer.device.sms
-        kernel, _ = self.table.select(m, shape.n, shape.k, f.group_size, f.dtype, f.zeros, sms)
-        return kernel.name
+        return self.select(shape, m)[0].name
 
     def wanted(self, shape: WeightShape, m: int) -> dict[str, float]:
         """Candidates of a cell with the predicted us."""
@@ -290,8 +293,7 @@ def _checked(tuner: Tuner, shape: WeightShape, m: int, results: list[Measured]):
     mine = next((r for r in order if r.kernel == choice), None)
     if mine is None or len(order) < 2:
         return
-    f, sms, best = tuner.fmt, tuner.timer.device.sms, order[0]
-    _, row = tuner.table.select(m, shape.n, shape.k, f.group_size, f.dtype, f.zeros, sms)
+    f, best, row = tuner.fmt, order[0], tuner.select(shape, m)[1]
     cell = CheckedCell(
         shape.n,
         shape.k,
@@ -396,7 +398,14 @@ def make_tuner(timer: Timer, fmt: Format, start: Path | None, out: Path | None) 
         old = TuningFile.load(source)
         old.check_device(table.arch, timer.device, source)
         file.entries, file.excluded = old.entries, old.excluded
-    return Tuner(timer, table, file, fmt)
+    tuner = Tuner(timer, table, file, fmt)
+    if not tuner.cubins:
+        family = " --family sparse" if fmt.sparse else ""
+        raise ValueError(
+            f"no kernel for {fmt} is built for {table.arch}: python build.py --arch "
+            f"{table.arch}{family}"
+        )
+    return tuner
 
 
 def default_out(device_name: str) -> Path:
@@ -420,6 +429,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="f16 or bf16")] = "f16",
     zeros: Annotated[bool, typer.Option("--zeros", help="zero points")] = False,
     group_size: Annotated[int, typer.Option(help="32, 64, 128 or -1")] = 128,
+    sparse: Annotated[bool, typer.Option("--sparse", help="2:4-sparse weights")] = False,
     out: Annotated[
         Path | None, typer.Option(help="tuning file; default generator/tuning/<gpu>.json")
     ] = None,
@@ -451,9 +461,10 @@ def main(
         from marlin_cutlass.explore_model import model_report
 
         return say(model_report(TuningFile.load(report)))
-    fmt = Format(dtype, zeros, group_size)
+    fmt = Format(dtype, zeros, group_size, sparse)
     plan = plan_shapes(shapes, models, tp, layers, group_size)
     rows = parse_numbers(ms, "ms")
+    fmt.problem(rows[0], plan.shapes[0].n, plan.shapes[0].k)  # names what no kernel serves
     timer = gpu_timer()
     out = out or default_out(timer.device.name)
     tuner = make_tuner(timer, fmt, start, out)

@@ -87,6 +87,8 @@ def timer(monkeypatch):
         Format("f16", True, 64),
         Format("bf16", True, -1),
         Format("f16", False, -1),
+        Format("f16", False, 128, True),
+        Format("bf16", False, -1, True),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ import math
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from generator.arch import ARCHS, GPUS
@@ -16,7 +16,6 @@ from generator.compile import Record
 from generator.cost import estimate
 from generator.legality import why_not
 from generator.manifest import variant_row
-from generator.problem import ProblemShape
 from generator.rows import build_table
 from generator.space import ALL, Entry
 from generator.variant import Geometry, Variant
@@ -39,10 +38,17 @@ GEOMETRIES = (
     "m128_n256k128_w2x1_p3_dp_c1",
     "m256_n128k128_w2x1_p3_dp_c1",
 )
+SPARSE_GEOMETRIES = (
+    "m16_n256k128_w4x1_p4_striped_c1",
+    "m16_n128k128_w2x1_p4_dp_c2",
+    "m16_n128k256_w2x2_p4_split4_c1",
+    "m64_n256k128_w4x1_p3_striped_c1",
+)
 
 
 def variants() -> list[Variant]:
     geometries = [Geometry.parse(f"w4a16_hopper_{name}") for name in GEOMETRIES]
+    geometries += [Geometry.parse(f"w4a16_sparse_{name}") for name in SPARSE_GEOMETRIES]
     every = [g.with_format(*fmt) for g in geometries for fmt in ALL]
     return [v for v in every if why_not(v, ARCHS["sm_90a"]) is None]
 
@@ -53,13 +59,14 @@ def write_manifest(root: Path, tuning: Path | None = None) -> Path:
     entries = [Entry(v, "a test's") for v in variants()]
     folder = root / arch
     folder.mkdir(parents=True, exist_ok=True)
-    rows = build_table(ARCHS[arch], [e.variant for e in entries], tuning or folder)
+    arguments = (ARCHS[arch], [e.variant for e in entries], tuning or folder)
+    rows = [build_table(*arguments, sparse=sparse).to_json() for sparse in (False, True)]
     manifest = {
         "format": 1,
         "arch": arch,
         "layout_version": 1,
         "variants": [variant_row(e, fake_record(e.variant.name)) for e in entries],
-        "dispatch": rows.to_json(),
+        "dispatch": rows[0] + rows[1],
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
@@ -90,7 +97,7 @@ class FakeTimer:
 
     def open(self, n: int, k: int, fmt: Format, max_m: int) -> int:
         self.log.append(("open", n, k, max_m))
-        self.problem = ProblemShape(max_m, n, k, fmt.group_size, fmt.dtype, fmt.zeros)
+        self.problem = fmt.problem(max_m, n, k)
         self.copies = copies_for(self.problem.weight_bytes, self.device.l2_bytes)
         return self.copies
 
@@ -105,8 +112,7 @@ class FakeTimer:
         return math.inf if kernel in self.wrong else 3e-4
 
     def true_us(self, kernel: str, m: int, pdl: bool = False, warm: bool = False) -> float:
-        p = self.problem
-        problem = ProblemShape(m, p.n, p.k, p.group_size, p.dtype, p.zeros)
+        problem = replace(self.problem, m=m)
         us = self.times.get(kernel)
         us = us or estimate(problem, Variant.parse(kernel), GPUS["H200"]).total
         return us * self.factors.get(kernel, 1.0) * (0.9 if pdl else 1.0) * (0.8 if warm else 1.0)
