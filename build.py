@@ -31,7 +31,7 @@ try:
     from generator.compile import Compiler, Job, Outcome, Record
     from generator.space import Entry
     from generator.toolchain import BuildError, default_jobs
-    from generator.variant import FAMILIES, Variant
+    from generator.variant import FAMILIES, SPARSE_FAMILIES, Variant
 except ModuleNotFoundError as error:
     print(
         f"error: {sys.executable} has no {error.name}: run make install and use .venv/bin/python,"
@@ -98,7 +98,7 @@ def select(arch: Arch, request: Request) -> list[Entry]:
     if request.only:
         return [named(name, arch) for name in request.only]
     choose = space.full_space if request.full else space.default_space
-    entries = list(choose(arch, request.families or None))
+    entries = list(choose(arch, _families_of(arch, request) or None))
     if request.pattern is not None:
         entries = [e for e in entries if fnmatch.fnmatchcase(e.variant.name, request.pattern)]
     if not entries:
@@ -106,6 +106,13 @@ def select(arch: Arch, request: Request) -> list[Entry]:
             f"--filter {request.pattern!r} matches no variant of {arch.name}; see --list"
         )
     return entries
+
+
+def _families_of(arch: Arch, request: Request) -> tuple[str, ...]:
+    """The families asked for: `sparse` stands for every family of sparse weights that runs here."""
+    sparse = tuple(f for f in arch.families if f in SPARSE_FAMILIES)
+    groups = (sparse if family == "sparse" else (family,) for family in request.families)
+    return tuple(dict.fromkeys(family for group in groups for family in group))
 
 
 def named(name: str, arch: Arch) -> Entry:
@@ -264,7 +271,10 @@ ARCH_HELP = (
     f"{', '.join(archs.ARCHS)}, native or all ({', '.join(archs.DEFAULT_ARCHS)}); repeatable. "
     "Default: the GPU's, else sm_86"
 )
-FAMILY_HELP = f"only these kernel families ({', '.join(BUILDABLE_FAMILIES)}); repeatable"
+FAMILY_HELP = (
+    f"only these kernel families ({', '.join(BUILDABLE_FAMILIES)}); repeatable; sparse stands for "
+    "every family of 2:4-sparse weights of the architecture"
+)
 Strings = list[str] | None
 
 

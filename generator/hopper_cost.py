@@ -32,6 +32,10 @@ PIECE_CYCLES = {
 }
 L2_BYTES_PER_CLOCK = 39.4  # into one SM: weights, and activations once per tile of columns
 PIECE_WEIGHT_BYTES = 2112
+# Sparse: a piece is 64 x 128, with as many codes and as many instructions of the same length, each
+# over twice as many activations, and the places of the kept values (not yet fitted).
+SPARSE_PIECE_CYCLES = 1.06
+SPARSE_PIECE_BYTES = 3200
 LONE_WARPGROUP, TWO_WARPGROUPS = 1.32, 1.06  # too few warps to hide latency; fades above m_tile 64
 CLUSTER_US = 1.32  # sum over a cluster
 RANGES_US, RANGES_PER_FLOAT = 2.92, 4e-5  # stream-K: partial tiles through L2, for each sharer
@@ -43,7 +47,9 @@ CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd n
 
 @dataclass(frozen=True)
 class Work:
-    """What the busiest SM does: 64 x 64 pieces of weights, tiles or passes, warpgroups at work."""
+    """What the busiest SM does: pieces of weights (64 x 64, sparse 64 x 128), tiles or passes,
+    warpgroups at work.
+    """
 
     pieces: float
     rounds: float
@@ -58,17 +64,25 @@ def hopper_compute_us(variant: Variant, work: Work, gpu: Gpu, format_factor: flo
     if variant.m_tile >= 96:
         factor = 1 + (factor - 1) * (0.35 if work.warpgroups < 1.5 else 0.0)
     dequantisation = 40.0 * (format_factor - 1) if variant.m_tile <= 64 else 0.0
-    activations = variant.m_tile * 128 * BLOCK_COLUMNS // variant.n_sm / variant.multicast
-    traffic = (activations + PIECE_WEIGHT_BYTES) / L2_BYTES_PER_CLOCK
-    cycles = max(PIECE_CYCLES[variant.m_tile] * factor + dequantisation, traffic)
+    row_bytes = 2 * piece_depth(variant)
+    activations = variant.m_tile * row_bytes * BLOCK_COLUMNS // variant.n_sm / variant.multicast
+    weights = SPARSE_PIECE_BYTES if variant.sparse else PIECE_WEIGHT_BYTES
+    traffic = (activations + weights) / L2_BYTES_PER_CLOCK
+    piece = PIECE_CYCLES[variant.m_tile] * (SPARSE_PIECE_CYCLES if variant.sparse else 1.0)
+    cycles = max(piece * factor + dequantisation, traffic)
     return work.pieces * cycles / gpu.clock * 1e6
+
+
+def piece_depth(variant: Variant) -> int:
+    """Depth of what four tensor instructions of a warpgroup multiply."""
+    return 128 if variant.sparse else 64
 
 
 def hopper_work(problem: ProblemShape, v: Variant, gpu: Gpu) -> Work:
     """The busiest SM's share of `problem` and the reductions that follow."""
     blocks, slots = ceil_div(problem.n, BLOCK_COLUMNS), v.n_sm // BLOCK_COLUMNS
     m_tiles, k_steps = ceil_div(problem.m, v.m_tile), ceil_div(problem.k, v.k_sm)
-    tile_pieces = slots * k_steps * v.k_sm / 64
+    tile_pieces = slots * k_steps * v.k_sm / piece_depth(v)
     tiles = ceil_div(blocks, slots * v.multicast) * v.multicast * m_tiles
     warpgroups = v.warps_n * v.warps_k
     if v.decomposition == "hybrid":
@@ -93,7 +107,7 @@ def _hybrid(v: Variant, blocks: int, slots: int, m_tiles: int, k_steps: int, gpu
     full = blocks // (grid * slots)
     whole, left = divmod(blocks - full * grid * slots, grid)
     share = ceil_div(left, v.multicast) * k_steps / (grid // v.multicast)  # k steps of a CTA
-    pieces = ((full * slots + whole) * k_steps + share) * v.k_sm / 64
+    pieces = ((full * slots + whole) * k_steps + share) * v.k_sm / piece_depth(v)
     passes = full + (whole + left > 0)
     if full or whole:
         busy = slots if full else min(slots, whole + share / k_steps)

@@ -167,24 +167,60 @@ SPARSE_LARGE = (
     Row("m128_n256k128_w8x1_p4_striped_c1", SYM128, "65 and more, wide N", TILE_LOOP_SPILL),
 )
 
-# ---- sparse weights on Hopper's own instruction: sm_90a --------------------------------------------
+# ---- sparse weights on Hopper's own instruction: sm_90a ------------------------------------------
 # A block is three quarters of the dense bytes and half of the instructions: more stages, or deeper
 # ones, keep as much in flight.
 HOPPER_SPARSE = (
+    # batch 1..8
     Row("m8_n256k256_w4x1_p6_dp_c1", SYM128, "1-8, wide N, tiles just under one a SM"),
+    Row("m8_n256k512_w4x1_p3_dp_c1", SYM128, "the same in stages twice as deep"),
+    Row("m8_n256k256_w4x1_p7_hybrid_c1", SYM128, "wide N: equal columns", TILE_LOOP_SPILL),
     Row("m8_n128k256_w2x2_p8_dp_c1", SYM128, "1-8, two k groups, tiles just under a wave"),
-    Row("m8_n128k256_w2x2_p8_split2_c1", SYM128, "1-8, medium N: a cluster splits K"),
+    Row("m8_n128k256_w2x2_p8_streamk_c1", SYM128, "1-8, medium N: equal shares of K"),
+    Row("m8_n128k512_w2x2_p6_split2_c1", SYM128, "1-8, medium N: a cluster splits K"),
     Row("m8_n64k256_w1x4_p12_split2_c1", SYM128, "few columns: four k groups in each CTA of two"),
-    Row("m16_n256k256_w4x1_p6_dp_c1", SPARSE_ALL, "9-16, wide N, every format"),
+    Row("m8_n64k512_w1x4_p8_split2_c1", SYM128, "the same, stages twice as deep", TILE_LOOP_SPILL),
+    Row("m8_n64k256_w1x4_p12_split4_c1", SYM128, "1-8, fewer columns: four CTAs split K"),
+    Row("m8_n64k512_w1x4_p8_dp_c1", SYM128, "1-8, one 64-wide tile a SM"),
+    # batch 9..16
+    Row("m16_n256k256_w4x1_p6_dp_c1", SYM128, "9-16, wide N, tiles just under one a SM"),
+    Row("m16_n256k256_w4x1_p6_hybrid_c1", SPARSE_ALL, "wide N, every format", TILE_LOOP_SPILL),
+    Row("m16_n256k512_w4x1_p3_hybrid_c1", SYM128, "stages twice as deep", TILE_LOOP_SPILL),
     Row("m16_n128k256_w2x2_p8_dp_c1", SYM128, "9-16, two k groups, tiles just under a wave"),
+    Row("m16_n128k256_w2x2_p8_streamk_c1", SYM128, "9-16, medium N: equal shares of K"),
     Row("m16_n128k256_w2x2_p8_split2_c1", SYM128, "9-16, medium N: a cluster splits K"),
-    Row("m16_n64k256_w1x4_p8_split2_c1", SPARSE_ALL, "few columns, every format"),
+    Row("m16_n64k256_w1x4_p12_split2_c1", SPARSE_ALL, "few columns, every format"),
+    Row("m16_n64k256_w1x4_p12_split4_c1", SYM128, "9-16, fewer columns: four CTAs split K"),
+    Row("m16_n64k256_w1x4_p12_dp_c1", SYM128, "9-16, one 64-wide tile a SM"),
+    # batch 17..32
     Row("m32_n256k256_w4x1_p5_dp_c1", SYM128, "17-32, wide N, tiles just under one a SM"),
+    Row("m32_n256k256_w4x1_p5_hybrid_c1", SPARSE_ALL, "wide N, every format", TILE_LOOP_SPILL),
+    Row("m32_n128k256_w2x2_p6_dp_c1", SYM128, "17-32, two k groups, tiles just under a wave"),
     Row("m32_n128k256_w2x2_p6_split2_c1", SYM128, "17-32, medium N: a cluster splits K"),
-    Row("m64_n256k256_w4x1_p3_dp_c1", SPARSE_ALL, "33-64, wide N, every format"),
-    Row("m64_n128k128_w2x2_p6_split2_c1", SYM128, "33-64, medium N"),
-    Row("m128_n256k128_w2x1_p4_dp_c1", SPARSE_ALL, "97-128, every format"),
+    Row("m32_n64k256_w1x4_p8_split2_c1", SYM128, "few columns: a cluster splits K"),
+    Row("m32_n64k256_w1x4_p8_dp_c1", SYM128, "17-32, one 64-wide tile a SM"),
+    # batch 33..64
+    Row("m48_n256k256_w4x1_p4_hybrid_c1", SYM128, "33-48, wide N", TILE_LOOP_SPILL),
+    Row("m48_n128k128_w2x2_p8_split2_c1", SYM128, "33-48, medium N"),
+    Row("m64_n256k256_w4x1_p3_hybrid_c1", SPARSE_ALL, "wide N, every format", TILE_LOOP_SPILL),
+    Row("m64_n256k256_w4x1_p3_hybrid_c1_mc2", SYM128, "wide N: half the L2 reads", TILE_LOOP_SPILL),
+    Row("m64_n128k256_w2x1_p4_hybrid_c1_mc2", SYM128, "medium N: equal columns"),
+    Row("m64_n128k128_w2x2_p6_dp_c1", SYM128, "one 128-wide tile a SM"),
+    Row("m64_n128k128_w2x2_p6_split2_c1", SPARSE_ALL, "medium N, every format", TILE_LOOP_SPILL),
+    Row("m64_n64k128_w1x2_p8_split2_c1", SYM128, "few columns"),
+    # batch 65 and more: tensor cores, which read twice as many activations as for dense weights
+    Row("m96_n256k128_w2x1_p5_dp_c1", SYM128, "65-96, tiles just under one a SM"),
+    Row("m96_n128k128_w2x1_p6_hybrid_c1_mc2", SYM128, "65-96, equal columns"),
+    Row("m96_n64k128_w1x2_p6_split2_c1", SYM128, "65-96, few columns"),
+    Row("m128_n256k128_w2x1_p4_dp_c1", SYM128, "97-128, tiles just under one a SM"),
+    Row("m128_n256k128_w2x1_p4_streamk_c1", SYM128, "ragged: equal K", TILE_LOOP_SPILL),
     Row("m128_n128k128_w2x1_p4_split2_c1", SYM128, "few tiles: a cluster splits K"),
+    Row("m128_n128k128_w2x1_p5_dp_c1_mc2", SYM128, "a wave that large tiles leave half empty"),
+    Row("m128_n128k128_w2x1_p5_hybrid_c1_mc2", SPARSE_ALL, "equal columns, every format"),
+    Row("m192_n128k128_w2x1_p4_hybrid_c1_mc2", SYM128, "129-192, equal columns"),
+    Row("m256_n128k128_w2x1_p3_dp_c1_mc2", SPARSE_ALL, "prefill, every format"),
+    Row("m256_n128k128_w2x1_p3_hybrid_c1_mc2", SYM128, "193-512, equal columns"),
+    Row("m256_n128k128_w2x1_p3_streamk_c1", SYM128, "ragged prefill: equal shares of K"),
 )
 
 LARGE_SHARED_BYTES = 200 * 1024
