@@ -191,6 +191,8 @@ def _by_rows(table: dispatch.Table, call: dict[str, Any]) -> Explanation:
         reason = "excluded by MARLIN_CUTLASS_EXCLUDE" if built else f"{name} is not built"
         refused.append((row.geometry, f"row {number}: {reason}"))
     why = "no row of the table matches with a kernel that is built"
+    if sparse and not any(kernel.sparse for kernel in table.kernels):
+        why += f": python build.py --arch {table.arch} --family sparse"
     return Explanation(**call, kernel=None, why=why, refused=tuple(refused))
 
 

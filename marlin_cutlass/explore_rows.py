@@ -193,9 +193,9 @@ def print_table(found: Exploration, console: Console, limit: int | None = None) 
     source = (
         f"measured on {found.measured_on}" if found.measured_on else f"modelled for {found.gpu}"
     )
+    fmt = Format(p.dtype, p.zeros, p.group_size, p.sparse)
     table = Table(
-        title=f"{p.m} x {p.n} x {p.k}, {Format.of(p)}; {source}; "
-        f"limit {found.limit_us:.2f} us",
+        title=f"{p.m} x {p.n} x {p.k}, {fmt}; {source}; limit {found.limit_us:.2f} us",
         title_justify="left",
         box=None,
         pad_edge=False,

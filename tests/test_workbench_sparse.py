@@ -1,4 +1,4 @@
-"""The workbench on 2:4-sparse weights: explore, tune, profile, bench and explain as for dense ones."""
+"""The workbench on 2:4-sparse weights: explore, tune, profile and explain as for dense ones."""
 
 from __future__ import annotations
 
@@ -163,3 +163,7 @@ def test_explain_says_which_family_to_build(tmp_path, monkeypatch):
     forced = "w4a16_hopper_m16_n256k128_w2x1_p4_dp_c2"
     refused = explain(16, 4096, 4096, arch="sm_90a", sparse=True, kernel=forced)
     assert refused.kernel is None and "this call has" in refused.why
+    monkeypatch.setattr(fakes, "SPARSE_GEOMETRIES", ())
+    fakes.write_manifest(tmp_path)
+    missing = explain(16, 4096, 4096, arch="sm_90a", sparse=True)
+    assert missing.kernel is None and missing.why.endswith("--arch sm_90a --family sparse")
