@@ -164,6 +164,7 @@ def test_explain_says_which_family_to_build(tmp_path, monkeypatch):
     refused = explain(16, 4096, 4096, arch="sm_90a", sparse=True, kernel=forced)
     assert refused.kernel is None and "this call has" in refused.why
     monkeypatch.setattr(fakes, "SPARSE_GEOMETRIES", ())
-    fakes.write_manifest(tmp_path)
+    fakes.write_manifest(tmp_path / "dense")
+    monkeypatch.setenv("MARLIN_CUTLASS_BUILD", str(tmp_path / "dense"))
     missing = explain(16, 4096, 4096, arch="sm_90a", sparse=True)
     assert missing.kernel is None and missing.why.endswith("--arch sm_90a --family sparse")
