@@ -249,8 +249,17 @@ def build_table(
     sms_known = sorted({g.sms for g in GPUS.values() if g.arch == arch.name})
     for sms in (*(sms_known if len(sms_known) > 1 else ()), None):
         for geometries, fmt in classes:
-            rows += model_rows(arch, geometries, fmt, sms)
+            rows += model_rows(arch, _preferred(arch, geometries), fmt, sms)
     return DispatchTable(tuple(rows), names).without_unreachable()
+
+
+def _preferred(arch: Arch, geometries: list[Geometry]) -> list[Geometry]:
+    """Those of the family that `arch` names first: the model compares kernels of one family, and
+    only measurements decide between families.
+    """
+    families = {g.family for g in geometries}
+    first = next(f for f in arch.families if f in families)
+    return [g for g in geometries if g.family == first]
 
 
 def _format_classes(variants: list[Variant]) -> list[tuple[list[Geometry], Format]]:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from emulator_packing import Weight, make_weight
+from test_sparse import scales_for, sparse_codes
 
 from emulator import Result, gemm
 from generator.variant import Variant
 from marlin_cutlass.packed_weight import PackedWeight
+from marlin_cutlass.reference import dequantize
+from marlin_cutlass.sparse import pack_sparse
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 # Relative Frobenius error of rounding to the output type once: 2^-11 / sqrt(3) and 2^-8 / sqrt(3),
@@ -28,7 +31,7 @@ class Case:
     weight: PackedWeight
     bias: torch.Tensor | None
     expected: np.ndarray
-    source: Weight
+    source: Weight | None  # of dense weights
 
     def run(self, **options: object) -> Result:
         return gemm(self.a, self.weight, self.variant, self.bias, **options)
@@ -57,15 +60,28 @@ def make_case(
     """Random activations, weight and bias. group_size: logical, when it differs from the
     variant's."""
     group = group_size or variant.group_size
+    if variant.sparse:
+        return _sparse_case(variant, m, n, k, seed, bias)
     source = make_weight(k, n, group, variant.zeros, seed)
     weight = _packed_weight(source, k, n, group, variant)
+    return _case(variant, m, weight, source.dense(variant.dtype), seed, bias, source)
+
+
+def _case(variant, m, weight, dense, seed, bias, source=None) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    a = torch.randn(m, k, generator=generator).to(DTYPES[variant.dtype])
-    b = torch.randn(n, generator=generator).to(a.dtype) if bias else None
-    expected = a.double().numpy() @ source.dense(variant.dtype)
+    a = torch.randn(m, weight.k, generator=generator).to(DTYPES[variant.dtype])
+    b = torch.randn(weight.n, generator=generator).to(a.dtype) if bias else None
+    expected = a.double().numpy() @ dense
     if b is not None:
         expected = expected + b.double().numpy()
     return Case(variant, a, weight, b, expected, source)
+
+
+def _sparse_case(variant: Variant, m: int, n: int, k: int, seed: int, bias: bool) -> Case:
+    codes, scales = sparse_codes(k, n, seed), scales_for(k, n, variant.group_size)
+    weight = pack_sparse(codes, scales, group_size=variant.group_size)
+    dense = dequantize(weight, DTYPES[variant.dtype]).double().numpy()
+    return _case(variant, m, weight, dense, seed, bias)
 
 
 def _packed_weight(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from generator.variant import Variant
+
 AMPERE = "w4a16_ampere_f16_g128_m16_n128k128_w2x2_p4_striped_c1"
 AMPERE_G32 = "w4a16_ampere_f16_g32_m16_n128k128_w2x2_p4_striped_c1"
 AMPERE_ZEROS = "w4a16_ampere_f16z_g128_m16_n128k128_w2x2_p4_striped_c1"
@@ -18,6 +20,10 @@ HOPPER_SPLIT = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_split2_c1"
 HOPPER_HYBRID = "w4a16_hopper_f16_g128_m16_n256k128_w4x1_p4_hybrid_c1"
 HOPPER_MULTICAST = "w4a16_hopper_f16_g128_m16_n128k128_w2x1_p4_dp_c1_mc2"
 HOPPER_GROUPS = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_dp_c1"
+SPARSE = "w4a16_sparse_f16_g128_m16_n128k256_w2x2_p3_striped_c1"
+HOPPER_SPARSE = "w4a16_hopper_sparse_f16_g128_m16_n128k256_w2x1_p4_dp_c1"
+HOPPER_SPARSE_G64 = "w4a16_hopper_sparse_f16_g64_m16_n128k256_w2x1_p4_dp_c1"
+HOPPER_SPARSE_ODD = "w4a16_hopper_sparse_f16_g128_m16_n128k128_w2x1_p4_dp_c1"
 
 
 @dataclass(frozen=True)
@@ -365,14 +371,68 @@ HOPPER_MUTATIONS = (
     ),
 )
 
-MUTATIONS = AMPERE_MUTATIONS + HOPPER_MUTATIONS
+SPARSE_LOOP = "sparse_mainloop.cuh"
+
+SPARSE_MUTATIONS = (
+    _one(
+        "sparse: places of the other atom, mma.sp",
+        *(
+            SPARSE_LOOP,
+            "mma_sparse_m16n8k32<typename C::Element, 0>",
+            "mma_sparse_m16n8k32<typename C::Element, 1>",
+        ),
+        *(SPARSE, "values"),
+    ),
+    _one(
+        "sparse: places of the other atom, wgmma.sp",
+        *(HLOOP, "(lane ^ warp % 2 * 2) * 16", "lane * 16"),
+        *(HOPPER_SPARSE, "values"),
+    ),
+    _one(
+        "sparse: places of the first block of the stage only",
+        *(HLOOP, "ld_shared_u32x4(places_ + at + kBlock)", "ld_shared_u32x4(places_ + at)"),
+        *(HOPPER_SPARSE, "values"),
+    ),
+    _one(
+        "sparse: k32 step advances the descriptor by k16",
+        *(HLOOP, "step % 2 * 4", "step % 2 * 2"),
+        *(HOPPER_SPARSE, "values"),
+    ),
+    _one(
+        "sparse: second 64 of the depth multiplied with the first",
+        *(HLOOP, "step / 2 * kSliceUnits + ", ""),
+        *(HOPPER_SPARSE, "values"),
+    ),
+    _one(
+        "sparse: first scale of a block for all of it",
+        *(HLOOP, "(2 * kHalf + 1) * D::kGroupBytes", "(2 * kHalf) * D::kGroupBytes"),
+        *(HOPPER_SPARSE_G64, "values"),
+    ),
+    _one(
+        "sparse: scales read where places lie",
+        *(
+            CONFIG,
+            "kSparseCodeBytes + kSparseMetaBytes : kCodeBytes",
+            "kSparseCodeBytes : kCodeBytes",
+        ),
+        *(HOPPER_SPARSE, "values"),
+    ),
+    _one(
+        "sparse: one set of fragments for every stage of one batch",
+        *(CONFIG, "kFewRegisters || kOddQuads", "kFewRegisters"),
+        *(HOPPER_SPARSE_ODD, "race"),
+    ),
+)
+
+MUTATIONS = AMPERE_MUTATIONS + HOPPER_MUTATIONS + SPARSE_MUTATIONS
 
 
 def table() -> str:
     """Markdown rows: fault, kernel, what catches it."""
     rows = ["| planted fault | kernel | caught by |", "|---|---|---|"]
     for mutation in MUTATIONS:
-        family, dp = mutation.variant.split("_")[1], mutation.variant.split("_")[-2]
+        family = Variant.parse(mutation.variant).family
+        dp = mutation.variant.split("_")[-2]
         rows.append(f"| {mutation.name} | {family} {dp} | {' or '.join(mutation.caught_by)} |")
     return "\n".join(rows)
 
