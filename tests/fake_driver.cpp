@@ -128,7 +128,7 @@ float sparse_weight(const GemmParams& p, const Format& f, int k, int n) {
 
 void multiply(const std::string& name, const GemmParams& p, const Map* map) {
   const Format f = parse(name);
-  const bool sparse = name.rfind("w4a16_sparse_", 0) == 0;
+  const bool sparse = name.find("_sparse_") != std::string::npos;
   const auto* a = static_cast<const uint16_t*>(map ? reinterpret_cast<const void*>(map->base) : p.a);
   const int64_t lda = map ? map->stride / 2 : p.lda;
   auto* c = static_cast<uint16_t*>(p.c);

@@ -1,4 +1,4 @@
-"""The sparse family: kernels executed on the CPU, its instructions, and how calls find it."""
+"""The sparse families: kernels executed on the CPU, their instructions, and how calls find them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from emulator_cases import DTYPES, TOLERANCE, unit_rows
 from test_sparse import scales_for, sparse_codes
 
+import build
 import marlin_cutlass as mc
 from emulator import gemm
 from emulator.errors import EmulationError
 from generator import legality, rows, space
 from generator.arch import ARCHS
 from generator.problem import ProblemShape
-from generator.variant import Variant
+from generator.variant import Geometry, Variant
 from marlin_cutlass import dispatch, layout
 from marlin_cutlass.sparse import pack_sparse
 
@@ -27,7 +28,9 @@ CONFLICT_KINDS = ("shared_load", "shared_store", "ldmatrix_access", "cp_async_ac
 
 
 def declared() -> list[str]:
-    entries = [e for arch in ARCHS.values() for e in space.default_space(arch, ("sparse",))]
+    entries = []
+    for arch in ARCHS.values():
+        entries += space.default_space(arch, tuple(f for f in arch.families if "sparse" in f))
     return list(dict.fromkeys(e.variant.name for e in entries))
 
 
@@ -45,6 +48,8 @@ def test_ragged_shapes(name: str) -> None:
     bytes need."""
     variant = Variant.parse(name)
     k = 392 if variant.group_size == -1 else 384
+    if variant.hopper:  # more stages than the ring has, and a last one that is not full
+        k += (variant.stages + 1) * variant.k_sm
     shapes = [(variant.m_tile + 3, variant.n_sm + 72, k), (max(1, variant.m_tile - 5), 50, 128)]
     for i, (m, n, k) in enumerate(shapes):
         w = weight(k, n, variant.group_size, i)
@@ -77,6 +82,12 @@ MORE = [
     "w4a16_sparse_bf16_g128_m32_n64k512_w1x4_p2_split4_c1",
     "w4a16_sparse_f16_gcol_m48_n256k128_w4x1_p2_dp_c2",
     "w4a16_sparse_f16_g128_m8_n64k512_w1x4_p2_striped_c1",
+    "w4a16_hopper_sparse_bf16_g64_m24_n128k256_w2x2_p4_split4_c1",
+    "w4a16_hopper_sparse_f16_gcol_m64_n128k128_w2x1_p3_streamk_c2",
+    "w4a16_hopper_sparse_f16_g64_m16_n64k512_w1x2_p4_dp_c1",
+    "w4a16_hopper_sparse_bf16_g128_m8_n128k128_w2x1_p4_hybrid_c2",
+    "w4a16_hopper_sparse_f16_g128_m16_n256k256_w4x1_p3_hybrid_c1_mc4",
+    "w4a16_hopper_sparse_f16_gcol_m192_n128k128_w2x1_p3_dp_c1_mc2",
 ]
 
 
@@ -93,11 +104,17 @@ def test_variants_outside_the_tables(name: str) -> None:
         assert float((c - exact).norm() / exact.norm()) < 2 * TOLERANCE[variant.dtype]
 
 
-def test_places_out_of_order_are_found() -> None:
+ANY = "w4a16_sparse_f16_g128_m16_n128k256_w2x2_p3_striped_c3"
+ANY_HOPPER = "w4a16_hopper_sparse_f16_g128_m16_n64k256_w1x4_p12_split2_c1"
+
+
+@pytest.mark.parametrize("name", [ANY, ANY_HOPPER])
+@pytest.mark.parametrize("atom", range(4))
+def test_places_out_of_order_are_found(name: str, atom: int) -> None:
     """The hardware's result is undefined there, so the emulator refuses them."""
     w = weight(128, 64, 128)
-    w.packed[layout.SPARSE_CODE_BYTES] = 0
-    name = "w4a16_sparse_f16_g128_m16_n128k256_w2x2_p3_striped_c3"
+    # The first word of lane 0, or of lane 2, whose words are those of the second atom of a pair.
+    w.packed[layout.SPARSE_CODE_BYTES + atom // 2 * 512 + atom % 2 * 2 * 16] = 0
     with pytest.raises(EmulationError, match="rising order"):
         gemm(torch.randn(3, 128).half(), w, name)
 
@@ -136,22 +153,52 @@ def test_tables_of_the_two_kinds_are_apart() -> None:
     variants = [e.variant for e in space.default_space(arch, arch.families)]
     dense, sparse = (rows.build_table(arch, variants, sparse=kind) for kind in (False, True))
     assert not dense.gaps() and not sparse.gaps() and not sparse.unreachable()
-    assert {r.geometry.split("_")[1] for r in dense.rows} == {"ampere"}
-    assert {r.geometry.split("_")[1] for r in sparse.rows} == {"sparse"}
+    assert {Geometry.parse(r.geometry).family for r in dense.rows} == {"ampere"}
+    assert {Geometry.parse(r.geometry).family for r in sparse.rows} == {"sparse"}
     assert "2:4-sparse" in legality.why_not_for(
         Variant.parse(declared()[0]), ProblemShape(1, 64, 128)
     )
 
 
+def test_hopper_prefers_its_own_sparse_kernels() -> None:
+    """And falls back to the others for formats that only they are built for."""
+    arch = ARCHS["sm_90a"]
+    both = [e.variant for e in space.default_space(arch, ("sparse", "hopper_sparse"))]
+    table = rows.build_table(arch, both, sparse=True)
+    assert not table.gaps() and not table.unreachable()
+    model = [r for r in table.rows if r.source == rows.MODEL]
+    assert {Geometry.parse(r.geometry).family for r in model} == {"hopper_sparse"}
+    some = [v for v in both if not (v.hopper and v.group_size == -1)]
+    chosen = {
+        group: rows.build_table(arch, some, sparse=True)
+        .select(ProblemShape(16, 4096, 4096, group, sparse=True), SMS)[0]
+        .family
+        for group in (128, -1)
+    }
+    assert chosen == {128: "hopper_sparse", -1: "sparse"}
+
+
+def test_build_sparse_means_every_sparse_family() -> None:
+    names = {
+        arch: {e.variant.family for e in build.select(ARCHS[arch], build.Request(("sparse",)))}
+        for arch in ("sm_80", "sm_90a")
+    }
+    assert names == {"sm_80": {"sparse"}, "sm_90a": {"sparse", "hopper_sparse"}}
+
+
 # ---- launcher ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def table(fake, tmp_path):
+KINDS = {"sparse": "striped", "hopper_sparse": "hybrid"}
+
+
+@pytest.fixture(params=KINDS)
+def table(request, fake, tmp_path):
     """One dense and one sparse geometry, both for everything."""
     dense = [fake_cuda.kernel("hopper", **form) for form in fake_cuda.formats()]
     forms = [f for f in fake_cuda.formats() if not f["zeros"] and f["group_size"] != 32]
-    sparse = [fake_cuda.kernel("sparse", decomposition="striped", **form) for form in forms]
+    more = {"decomposition": KINDS[request.param]}
+    sparse = [fake_cuda.kernel(request.param, **more, **form) for form in forms]
     found = [fake_cuda.row(dense[0]), fake_cuda.row(sparse[0])]
     table = dispatch.load_table(fake_cuda.write_table(tmp_path, dense + sparse, found))
     fake.launcher.add_table(table, 9, 0)

@@ -58,7 +58,24 @@ def test_identity_gives_the_dequantised_weight_bit_for_bit(kernel) -> None:
 
 
 @every_kernel
-@pytest.mark.parametrize("m", [1, 7, 33, 130])
+def test_long_sums_use_every_place(kernel) -> None:
+    """One 1 a row, at random depths of a long sum, all SMs busy: every place of a kept value that
+    is taken from a wrong step, or that changes before its instruction has read it, shows.
+    """
+    skip_unless_built(kernel)
+    k, n, m = 8192, 8192, max(64, kernel.m_tile)
+    w = weight(k, n, kernel.group_size)
+    dense = mc.dequantize(w, DTYPES[kernel.dtype])
+    g = torch.Generator(device="cuda").manual_seed(k)
+    for _ in range(5):
+        depth = torch.randint(0, k, (m,), generator=g, device="cuda")
+        a = torch.zeros(m, k, dtype=dense.dtype, device="cuda")
+        a[torch.arange(m, device="cuda"), depth] = 1
+        assert torch.equal(mc.gemm(a, w, kernel=kernel.name), dense[depth])
+
+
+@every_kernel
+@pytest.mark.parametrize("m", [1, 7, 33, 130, 300])
 def test_ragged_rows(kernel, m: int) -> None:
     skip_unless_built(kernel)
     k, n = 4224, 1032
@@ -82,7 +99,9 @@ def test_the_table_serves_sparse_weights(m: int, dtype: torch.dtype, group_size:
     w = weight(1024, 2048, group_size)
     a = torch.randn(m, 1024, device="cuda").to(dtype)
     answer = mc.explain(m, 2048, 1024, group_size, dtype, sparse=True)
-    assert answer.kernel.startswith("w4a16_sparse_")
+    chosen = next(k for k in KERNELS if k.name == answer.kernel)
+    preferred = {k.family for k in KERNELS if k.format == chosen.format} & {"hopper_sparse"}
+    assert chosen.family in (preferred or {"sparse"}) or "measured" in answer.source
     exact = a.double() @ mc.dequantize(w, torch.float32).double()
     error = float((mc.gemm(a, w).double() - exact).norm() / exact.norm())
     assert error < TOLERANCE[dtype]
