@@ -82,7 +82,7 @@ def test_gptq_equals_the_literal_algorithm(k, g):
     w, x = weight(n=24, k=k), inputs(k=k)
     moments = Moments(k)
     moments.add(x)
-    options = GptqOptions(group_size=g, clip=False, percdamp=0.05)
+    options = GptqOptions(group_size=g, clip=False, percdamp=0.05, refine=0)
     found, loss = quantize_gptq(w, moments.matrix, options)
     expected = literal_gptq(w.numpy(), moments.matrix.numpy(), g, 0.05)
     different = np.abs(found.dequantize().t().numpy() - expected) > 1e-6
@@ -91,6 +91,50 @@ def test_gptq_equals_the_literal_algorithm(k, g):
     damped = 0.05 * float(torch.diagonal(moments.matrix).mean()) / 2
     damped *= float((found.dequantize() - w.t()).square().sum())
     assert loss == pytest.approx(float(measured) + damped, rel=0.02)
+
+
+@pytest.mark.parametrize("g", [32, 128, 256, -1])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_refining_lowers_the_error_pass_by_pass(g, symmetric):
+    w, moments = weight(), Moments(K)
+    moments.add(inputs())
+    losses = []
+    for passes in (0, 1, 4):
+        options = GptqOptions(group_size=g, symmetric=symmetric, refine=passes)
+        found, loss = quantize_gptq(w, moments.matrix, options)
+        left = found.dequantize() - w.t()
+        damped = moments.matrix + 0.1 * torch.diagonal(moments.matrix).mean() * torch.eye(K)
+        assert loss == pytest.approx(float((left * (damped @ left)).sum()) / 2, rel=1e-3)
+        losses.append(loss)
+    assert losses[1] < 0.99 * losses[0] and losses[2] < losses[1]
+
+
+@pytest.mark.parametrize("act_order", [True, "static"])
+def test_refining_keeps_every_order(act_order):
+    w, x = weight(), inputs()
+    plain, refined = (
+        quantize_weight(w, "gptq", inputs=x, group_size=64, act_order=act_order, refine=passes)
+        for passes in (0, 4)
+    )
+    assert (plain.g_idx is None) == (refined.g_idx is None) == (act_order == "static")
+    assert output_error(refined, w, x) < output_error(plain, w, x)
+
+
+def test_scales_of_either_sign_serve_large_positive_weights():
+    w = torch.zeros(4, 64)
+    w[:, 0], w[:, 1] = 8.0, -7.0  # whole steps 1, from 8 down to -7: codes mean -8..7 times -1
+    w[:, 2:] = torch.arange(62).remainder(8).float()
+    w[1] = -w[1]  # the other way round the scale is positive
+    signed = quantize_weight(w, "rtn", clip="mse", group_size=64)
+    error = (signed.dequantize() - w.t()).abs().amax(0)
+    assert bool((error < 0.05).all())
+    assert torch.equal(signed.scales[0].sign(), torch.tensor([-1.0, 1, -1, -1]))
+    assert torch.equal(mc.dequantize(signed.to_packed(), torch.float32), signed.dequantize())
+    plain = quantize_weight(w, "rtn", clip="mse", group_size=64, signed_scales=False)
+    assert bool((plain.scales > 0).all())
+    assert float((plain.dequantize() - w.t()).abs().max()) > 0.2
+    gptq = quantize_weight(weight(), "gptq", inputs=inputs(), signed_scales=False)
+    assert bool((gptq.scales > 0).all())
 
 
 def test_packing_loses_nothing():
@@ -210,6 +254,11 @@ def test_inverse_factor_is_the_factor_of_the_damped_inverse():
         ({"scale_dtype": torch.int8}, TypeError, "scale_dtype"),
         ({"method": "gptq", "hessian": torch.eye(3)}, ValueError, r"hessian has shape \(3, 3\)"),
         ({"method": "gptq", "inputs": []}, ValueError, "no calibration tokens"),
+        (
+            {"method": "gptq", "inputs": torch.ones(2, 256), "refine": -1},
+            ValueError,
+            "refine=-1: a number of passes",
+        ),
     ],
 )
 def test_wrong_arguments(options, error, message):

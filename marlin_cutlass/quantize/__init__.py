@@ -67,6 +67,8 @@ def quantize_weight(
     scale_dtype: torch.dtype = torch.float16,
     sparsity: str | None = None,
     prune: str | None = None,
+    refine: int = 4,
+    signed_scales: bool = True,
 ) -> QuantizedWeight:
     """Quantise `weight` [N, K] (torch's out, in) to codes; arguments as in `quantize`."""
     check_weight(weight)
@@ -87,11 +89,12 @@ def quantize_weight(
             weight = prune_2_4(weight, prune or "magnitude", **data)
         clip = "mse" if clip in ("mse", True) else None if clip in ("auto", None, False) else clip
         form = {"symmetric": symmetric, "scale_dtype": scale_dtype, "sparse": sparsity is not None}
-        return quantize_rtn(weight, group_size, clip=clip, **form)
+        return quantize_rtn(weight, group_size, clip=clip, signed_scales=signed_scales, **form)
     if clip not in ("auto", None, True, False):
         raise ValueError(f"clip={clip!r} is unknown for gptq: True, False or 'auto' (True)")
     search = clip in ("auto", True)
-    options = GptqOptions(group_size, symmetric, search, percdamp, act_order, scale_dtype, sparsity)
+    order = (act_order, scale_dtype, sparsity, refine, signed_scales)
+    options = GptqOptions(group_size, symmetric, search, percdamp, *order)
     mask = magnitude_mask(weight) if prune == "magnitude" else None
     return quantize_gptq(weight, _needed_hessian(weight, **data), options, mask)[0]
 
@@ -111,6 +114,9 @@ def quantize(weight: torch.Tensor, method: str = "rtn", **options):
     clip: rtn: "mse" or None (default); gptq: True (default, by GPTQ-weighted error) or False.
     percdamp: damping as a fraction of the mean diagonal (gptq). act_order: True reorders rows by
     input energy (activations are gathered at run time), "static" only orders the work (no gather).
+    refine: passes of coordinate descent over codes and scales after GPTQ, 0 for none.
+    signed_scales: the clip search tries symmetric scales of either sign, which serves groups whose
+    largest weight is positive.
     scale_dtype: significand that scales are rounded to; use torch.bfloat16 for bf16 models.
     sparsity: "2:4" drops two of each four weights along K and packs for sparse tensor cores
     (symmetric, group sizes 64, multiples of 128, -1, no act_order). prune: which two; "magnitude"

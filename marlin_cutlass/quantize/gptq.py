@@ -3,6 +3,8 @@
 Rows of the slab are input features (K), columns are outputs (N): every row is quantised for all
 columns at once and its error is spread over the rows that follow (Frantar et al., GPTQ, 2022). With
 2:4 sparsity two of each four rows become 0 in the same sweep (Frantar & Alistarh, SparseGPT, 2023).
+What a sweep in one direction leaves is then searched for better codes and scales, one at a time
+(`refine`).
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ import torch
 from ..formats.weight import SYMMETRIC_ZERO, QuantizedWeight, check_group_size
 from ..prune import CHUNK, check_sparsity, saliency_mask
 from .grid import make_grid, quantize_codes, search_clip
-from .hessian import inverse_factor
+from .hessian import damped_factor
+from .refine import refine
 
 BLOCK = 128  # rows whose error is applied lazily to the rest; the paper's block size
 
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """percdamp, clip search, order and sparsity of GPTQ; see `quantize`."""
+    """percdamp, clip search, order and sparsity of GPTQ, and what follows it; see `quantize`."""
 
     group_size: int = 128
     symmetric: bool = True
@@ -30,8 +33,12 @@ class GptqOptions:
     act_order: bool | str = False
     scale_dtype: torch.dtype = torch.float16
     sparsity: str | None = None
+    refine: int = 4
+    signed_scales: bool = True
 
     def __post_init__(self) -> None:
+        if type(self.refine) is not int or self.refine < 0:
+            raise ValueError(f"refine={self.refine!r}: a number of passes from 0 on is required")
         if self.act_order not in (False, True, "static"):
             raise ValueError(f"act_order={self.act_order!r}: False, True or 'static' is required")
 
@@ -49,7 +56,9 @@ class _Grids:
         options = self.options
         if options.clip and factor is not None:
             error = _weighted_error(factor)
-            scale, zero = search_clip(w, options.symmetric, options.scale_dtype, error)
+            scale, zero = search_clip(
+                w, options.symmetric, options.scale_dtype, error, signed=options.signed_scales
+            )
         else:
             scale, zero = make_grid(w, options.symmetric, options.scale_dtype)
         self.scales[group], self.zeros[group] = scale, zero
@@ -127,7 +136,7 @@ def quantize_gptq(
     make up for what is dropped, and zeros stay zero.
 
     Returns the codes and GPTQ's loss (expected squared output error, summed over outputs, per
-    token). Extra memory: about 3 K*K + 2 K*N floats. Errors: ValueError / TypeError.
+    token). Extra memory: about 4 K*K + 5 K*N floats. Errors: ValueError / TypeError.
     """
     n, k = weight.shape
     groups = check_group_size(options.group_size, k)
@@ -146,13 +155,38 @@ def quantize_gptq(
         if options.act_order == "static":
             _static_grids(grids, w, diagonal, size)
         w, hessian = w[order], hessian[order][:, order]
-    factor = inverse_factor(hessian, options.percdamp)
+    factor, damped = damped_factor(hessian, options.percdamp)
     row_group = torch.arange(k, device=w.device) // size
     if options.act_order == "static":
         row_group = order // size
     fours = _Fours(options, None if mask is None else mask.t(), factor)
+    wanted = w.clone()  # the sweep spreads its errors over w
     q, loss = _sweep(w, factor, grids, row_group, size, options, fours)
+    del factor, fours, w
+    if options.refine:
+        loss = _refined(wanted, damped, q, grids, row_group, options)
     return _assemble(q, grids, order, row_group, options), loss
+
+
+def _refined(wanted, damped, q, grids: _Grids, row_group, options: GptqOptions) -> float:
+    """`refine` on q [K, N] and the scales, in place; returns the loss."""
+    codes = q
+    if options.act_order == "static":  # rows of a group must be neighbours
+        rows = torch.argsort(row_group, stable=True)
+        wanted, damped, codes = wanted[rows], damped[rows][:, rows], q[rows]
+    error = refine(
+        wanted,
+        damped,
+        codes,
+        grids.scales,
+        grids.zeros,
+        passes=options.refine,
+        scale_dtype=options.scale_dtype,
+        keep_zeros=options.sparsity is not None,
+    )
+    if codes is not q:
+        q[rows] = codes
+    return error / 2  # H holds 2 x x^T
 
 
 def _silence_dead(hessian: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """Scales and zero points of groups: the grid on which weights are rounded.
 
 All functions take a group slab `w` float32 [..., g, N] (g rows of one group, N columns) and give
-scale and zero of shape [..., N]. Codes are 0..15; W ~ (q - zero) * scale.
+scale and zero of shape [..., N]. Codes are 0..15; W ~ (q - zero) * scale. Symmetric scales may be
+negative: codes mean -8..7 steps, and the eighth step serves the side that needs it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ def round_mantissa(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def quantize_codes(w: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | float):
     """Nearest codes as float32 0..15, for scale (and zero) broadcast over the rows of `w`."""
-    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+    safe = torch.where(scale != 0, scale, torch.ones_like(scale))
     q = torch.round(w / safe).add_(zero).clamp_(0, MAX_CODE)
     if isinstance(zero, torch.Tensor):
-        return torch.where(scale > 0, q, zero.expand_as(q))  # (q - z) * 0 = 0 whatever q is
-    return torch.where(scale > 0, q, torch.full_like(q, zero))
+        return torch.where(scale != 0, q, zero.expand_as(q))  # (q - z) * 0 = 0 whatever q is
+    return torch.where(scale != 0, q, torch.full_like(q, zero))
 
 
 def symmetric_grid(w: torch.Tensor, scale_dtype: torch.dtype, clip: float | torch.Tensor = 1.0):
     """Scale 2 * clip * max|w| / 15 with zero 8 (paper.md a.7): codes 0..15 mean -8..7.
 
     The largest weight of a group lies half a step beyond the top code, so that positive and
-    negative extremes are treated alike up to half a step; all-positive groups lose no range.
+    negative extremes are treated alike up to half a step; all-positive groups lose no range. A
+    negative `clip` gives a negative scale.
     """
     top = w.abs().amax(-2)
     return round_mantissa(top * clip * (2.0 / MAX_CODE), scale_dtype), float(SYMMETRIC_ZERO)
@@ -78,13 +80,18 @@ def clip_candidates(steps: int = 100, max_shrink: float = 0.75) -> list[float]:
 SEARCH_ELEMENTS = 1 << 19  # weights tried at a time: enough to hide the call overhead, fits L2
 
 
-def search_clip(w, symmetric: bool, scale_dtype: torch.dtype, error, candidates=None):
-    """Best grid of each column of a group over clipping ratios.
+def search_clip(
+    w, symmetric: bool, scale_dtype: torch.dtype, error, candidates=None, signed: bool = True
+):
+    """Best grid of each column of a group over clipping ratios, of either sign if `signed` (and
+    symmetric).
 
     `error(delta)` maps rounding errors [C, g, N] to costs [C, N]: the sum of squares for an MSE
-    search, the GPTQ-weighted error inside GPTQ. The unclipped grid wins ties.
+    search, the GPTQ-weighted error inside GPTQ. The first candidate, unclipped, wins ties.
     """
     ratios = torch.tensor(candidates or clip_candidates(), device=w.device).view(-1, 1)
+    if symmetric and signed:
+        ratios = torch.cat((ratios, -ratios))
     step = max(1, SEARCH_ELEMENTS // w.numel())
     best = best_scale = best_zero = None
     for chunk in ratios.split(step):

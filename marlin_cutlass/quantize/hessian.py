@@ -59,6 +59,11 @@ def inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
     damp is percdamp * mean(diag H). A matrix that is still singular gets ten times the damping,
     up to five times, rather than falling back to plain rounding in silence.
     """
+    return damped_factor(hessian, percdamp)[0]
+
+
+def damped_factor(hessian: torch.Tensor, percdamp: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`inverse_factor`, and the damped matrix that it belongs to."""
     mean = float(torch.diagonal(hessian).mean())
     if not mean > 0 or percdamp < 0:
         raise ValueError(
@@ -73,7 +78,7 @@ def inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
             inverse = torch.cholesky_inverse(lower)
             upper, info = torch.linalg.cholesky_ex(inverse, upper=True)
             if int(info) == 0 and bool(torch.isfinite(upper).all()):
-                return upper
+                return upper, damped
         damp *= 10
     raise ValueError("the Hessian is not positive definite even with 10^5 times the damping")
 

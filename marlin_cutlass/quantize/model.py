@@ -183,6 +183,8 @@ def quantize_model(
     compensate: bool = True,
     scale_dtype: torch.dtype | None = None,
     sparsity: str | None = None,
+    refine: int = 4,
+    signed_scales: bool = True,
     skip: Sequence[str] = DEFAULT_SKIP,
     on_illegal: str = "raise",
     resume: str | None = None,
@@ -223,7 +225,7 @@ def quantize_model(
         scale_dtype = torch.bfloat16 if bf16 else torch.float16
     search = clip in ("auto", True)
     form = (group_size, symmetric, search, percdamp, act_order, scale_dtype, sparsity)
-    options = GptqOptions(*form)
+    options = GptqOptions(*form, refine, signed_scales)
     rtn_clip = "mse" if clip in ("mse", True) else None
     folder = ResumeFolder(
         resume, _settings(method, options, rtn_clip, compensate, layers, len(samples))

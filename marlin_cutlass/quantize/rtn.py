@@ -14,18 +14,24 @@ def all_finite(weight: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
+def _squares(delta: torch.Tensor) -> torch.Tensor:
+    return delta.square().sum(-2)
+
+
 def quantize_rtn(
     weight: torch.Tensor,
     group_size: int = 128,
     *,
     symmetric: bool = True,
     clip: str | None = None,
+    signed_scales: bool = True,
     scale_dtype: torch.dtype = torch.float16,
     sparse: bool = False,
 ) -> QuantizedWeight:
     """Quantise `weight` [N, K] (out_features, in_features), one group after the other.
 
-    clip: None keeps the largest weight, "mse" searches ratios 1.00 ... 0.25 per group and column.
+    clip: None keeps the largest weight, "mse" searches ratios 1.00 ... 0.25 per group and column,
+    of either sign if signed_scales (symmetric only).
     sparse: the weight has 2:4 sparsity, and is to be packed as such.
     Extra memory is one group slab in float32 besides the result. Errors: ValueError / TypeError.
     """
@@ -41,7 +47,7 @@ def quantize_rtn(
         rows = slice(group * size, (group + 1) * size)
         w = weight[:, rows].t().float().contiguous()  # [g, N]
         if clip == "mse":
-            scale, zero = search_clip(w, symmetric, scale_dtype, lambda d: d.square().sum(-2))
+            scale, zero = search_clip(w, symmetric, scale_dtype, _squares, signed=signed_scales)
         else:
             scale, zero = make_grid(w, symmetric, scale_dtype)
         q[rows] = quantize_codes(w, scale, zero).to(torch.uint8)

@@ -99,6 +99,7 @@ class LayerWorker:
             options.group_size,
             symmetric=options.symmetric,
             clip=self.rtn_clip,
+            signed_scales=options.signed_scales,
             scale_dtype=options.scale_dtype,
             sparse=options.sparsity is not None,
         )
