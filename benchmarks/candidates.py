@@ -99,7 +99,7 @@ class Ours:
         """The calls of one PDL setting; `kernel` forces a variant by name."""
         out = poisoned(problem)
         forced = kernel or self.kernel
-        calls = [_our_call(problem.a, w, out, pdl, forced) for w in self.weights]
+        calls = [our_call(problem.a, w, out, pdl, forced) for w in self.weights]
         name = forced or (f"{OURS} PDL" if pdl else OURS)
         return Candidate(name, calls, pdl, note=forced or chosen_variant(problem))
 
@@ -112,7 +112,7 @@ def chosen_variant(problem: Problem) -> str:
     return answer.kernel or answer.why
 
 
-def _our_call(a: torch.Tensor, weight, out: torch.Tensor, pdl: bool, kernel: str | None):
+def our_call(a: torch.Tensor, weight, out: torch.Tensor, pdl: bool, kernel: str | None):
     from marlin_cutlass import gemm
 
     def call() -> torch.Tensor:

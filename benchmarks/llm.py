@@ -269,9 +269,7 @@ def main(
         "results/llm.json"
     ),
     plot_file: Annotated[Path | None, typer.Option("--plot", help="PNG or SVG")] = None,
-    replot: Annotated[
-        Path | None, typer.Option(exists=True, help="show a recorded run")
-    ] = None,
+    replot: Annotated[Path | None, typer.Option(exists=True, help="show a recorded run")] = None,
 ) -> None:
     """Decoders end to end, FP16 beside INT4."""
     if replot is not None:

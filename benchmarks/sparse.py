@@ -5,12 +5,14 @@
 
 Columns: ours dense (without and with PDL), the best dense kernel of the Ampere family (of AMPERE:
 python -m marlin_cutlass.jit NAME --arch sm_90a compiles one ahead), ours sparse (the table's
-choice, and the best of all built sparse kernels), torch's semi-structured fp16 weight, cuBLAS fp16.
+choice, without and with PDL, and the best of the built kernels of each sparse family), torch's
+semi-structured fp16 weight, cuBLAS fp16.
 How it measures: marlin_cutlass/bench.py.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,10 +25,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.candidates import Cublas, Ours, Weight, poisoned
+from benchmarks.candidates import Cublas, Ours, Weight, our_call, poisoned
 from benchmarks.peers import DTYPES
 from benchmarks.shapes import parse_ms, parse_shapes
-from marlin_cutlass import explain, gemm
+from marlin_cutlass import explain
 from marlin_cutlass.bench import (
     METHOD,
     Budget,
@@ -48,7 +50,8 @@ from marlin_cutlass.sparse import pack_sparse
 MS = "1,8,16,32,64,128,256"
 SHAPES = "8192x8192,28672x8192,8192x28672"  # 27 to 120 MB of dense INT4
 DTYPE_KEYS = {torch.float16: "f16", torch.bfloat16: "bf16"}
-SPARSE, SEMI = "sparse", "torch 2:4 fp16"
+SPARSE, SPARSE_PDL, SEMI = "sparse", "sparse PDL", "torch 2:4 fp16"
+BEST = {"best ampere": "ampere", "best mma.sp": "sparse", "best wgmma.sp": "hopper_sparse"}
 # Geometries of the dense Ampere family that sparse kernels are held against (fp16, group 128).
 AMPERE = (
     "m8_n128k256_w2x4_p4_striped_c2",
@@ -59,7 +62,14 @@ AMPERE = (
     "m128_n128k128_w4x2_p4_striped_c1",
     "m128_n256k128_w8x1_p4_striped_c1",
 )
-COLUMNS = ("ours", "ours PDL", "best ampere", SPARSE, "best sparse", SEMI, "cuBLAS fp16")
+FASTEST = "best sparse"  # of both sparse families
+RATIOS = {
+    "sparse / ours": (SPARSE, "ours"),
+    "both PDL": (SPARSE_PDL, "ours PDL"),
+    "best / ours": (FASTEST, "ours"),
+    "best / ampere": (FASTEST, "best ampere"),
+}
+COLUMNS = ("ours", "ours PDL", SPARSE, SPARSE_PDL, *BEST, SEMI, "cuBLAS fp16")
 
 
 class Sparse:
@@ -70,17 +80,15 @@ class Sparse:
         count = weight.copies(packed.packed.numel())
         self.weights = [packed] + [packed.clone() for _ in range(count - 1)]
 
-    def candidate(self, problem: Problem, kernel: str | None = None) -> Candidate:
+    def candidate(self, problem: Problem, pdl: bool, kernel: str | None = None) -> Candidate:
+        """The calls of one PDL setting; `kernel` forces a variant by name."""
         out = poisoned(problem)
-
-        def call(w) -> Callable[[], torch.Tensor]:
-            return lambda: gemm(problem.a, w, out=out, kernel=kernel)
-
+        calls = [our_call(problem.a, w, out, pdl, kernel) for w in self.weights]
         answer = explain(
             problem.m, problem.n, problem.k, problem.group_size, problem.dtype, sparse=True
         )
-        note = kernel or answer.kernel or answer.why
-        return Candidate(kernel or SPARSE, [call(w) for w in self.weights], note=note)
+        name = kernel or (SPARSE_PDL if pdl else SPARSE)
+        return Candidate(name, calls, pdl, note=kernel or answer.kernel or answer.why)
 
 
 class SemiStructured:
@@ -131,9 +139,11 @@ def ampere_names(problem: Problem) -> Iterator[str]:
 def cell(problem: Problem, dense: Ours, sparse: Sparse, others: list) -> list[Result]:
     """Everything timed at one (shape, M)."""
     kernels = table_for_capability(*torch.cuda.get_device_capability()).kernels
-    candidates = [*dense.candidates(problem), sparse.candidate(problem)]
+    candidates = [*dense.candidates(problem)]
+    candidates += [sparse.candidate(problem, pdl) for pdl in (False, True)]
     candidates += [dense.candidate(problem, False, name) for name in ampere_names(problem)]
-    candidates += [sparse.candidate(problem, name) for name in sparse_names(kernels, problem)]
+    names = sparse_names(kernels, problem)
+    candidates += [sparse.candidate(problem, False, name) for name in names]
     for other in others:
         found = other.candidates(problem) if isinstance(other, Cublas) else other.candidate(problem)
         candidates += found if isinstance(found, list) else [found]
@@ -141,15 +151,16 @@ def cell(problem: Problem, dense: Ours, sparse: Sparse, others: list) -> list[Re
 
 
 def best(results: list[Result], family: str) -> Result | None:
-    timed = [r for r in results if f"_{family}_" in r.candidate and r.us]
+    """The fastest of the kernels of `family` that were timed by name."""
+    name = re.compile(rf"w4a16_{family}_(bf16|f16)_")
+    timed = [r for r in results if name.match(r.candidate) and r.us]
     return min(timed, key=lambda r: r.us, default=None)
 
 
 def columns(results: list[Result]) -> dict[str, Result | None]:
     """The results of one cell by column of the table."""
     named = {r.candidate: r for r in results if r.us}
-    special = {"best ampere": best(results, "ampere"), "best sparse": best(results, "sparse")}
-    return {name: special[name] if name in special else named.get(name) for name in COLUMNS}
+    return {n: best(results, BEST[n]) if n in BEST else named.get(n) for n in COLUMNS}
 
 
 def cells(results: list[Result]) -> dict[tuple[int, int, int], list[Result]]:
@@ -162,20 +173,18 @@ def cells(results: list[Result]) -> dict[tuple[int, int, int], list[Result]]:
 def table_of(report: Report) -> Table:
     """Microseconds by column, the best sparse kernel against dense, and its name."""
     table = Table(title="us per call, cold L2", box=None, pad_edge=False)
-    for name in ("N x K", "M", *COLUMNS, "sparse / ours", "best / ours", "best / ampere"):
+    for name in ("N x K", "M", *COLUMNS, *RATIOS):
         table.add_column(name, justify="right")
     table.add_column("best sparse kernel")
     for (n, k, m), results in cells(report.results).items():
         found = columns(results)
+        timed = [r for r in (found["best mma.sp"], found["best wgmma.sp"]) if r]
+        fastest = min(timed, key=lambda r: r.us, default=None)
         times = {name: r.us if r else None for name, r in found.items()}
+        times[FASTEST] = fastest.us if fastest else None
         line = [f"{n} x {k}", str(m), *(_us(times[name]) for name in COLUMNS)]
-        line += [
-            _ratio(times[SPARSE], times["ours"]),
-            _ratio(times["best sparse"], times["ours"]),
-            _ratio(times["best sparse"], times["best ampere"]),
-            found["best sparse"].candidate if found["best sparse"] else "-",
-        ]
-        table.add_row(*line)
+        line += [_ratio(times[a], times[b]) for a, b in RATIOS.values()]
+        table.add_row(*line, fastest.candidate if fastest else "-")
     return table
 
 
