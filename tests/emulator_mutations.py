@@ -264,7 +264,7 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "rows of the row tile before stored twice",
-        *(HKERNEL, "8 * i >= skipped", "true"),
+        *(HKERNEL, "lane, m * C::kMTile);", "lane, 0);"),
         *(HOPPER, "race"),
     ),
     _one(

@@ -34,17 +34,16 @@ template <class E> MC_DEVICE void load_column_bias(const GemmParams& p, int atom
   }
 }
 
-// Sums d of 16 columns x 8 activation rows (an m16n8 accumulator) to C rows row0 .. row0 + 7; `keep`: whether this lane's row, row0 + lane / 4,
-// is this tile's to store.
+// Sums d of 16 columns x 8 activation rows (an m16n8 accumulator) to C rows row0 .. row0 + 7, but not to rows below `first`.
 template <class E>
 MC_DEVICE void store_atom(const GemmParams& p, const float* d, const ColumnFactors& f, int row0, int atom_column, int lane,
-                          bool keep = true) {
+                          int first = 0) {
   // A transpose gives each lane one row and four neighbouring columns: 8 bytes, four lanes a 32-byte sector.
   U32x2 v;
   v.x = movmatrix_trans(pack2<E>(d[0] * f.scale[0] + f.bias[0], d[1] * f.scale[0] + f.bias[0]));
   v.y = movmatrix_trans(pack2<E>(d[2] * f.scale[1] + f.bias[1], d[3] * f.scale[1] + f.bias[1]));
   const int row = row0 + (lane >> 2), column = atom_column + (lane & 3) * 4;
-  if (!keep || row >= p.m || column >= p.n) return;
+  if (static_cast<uint32_t>(row - first) >= static_cast<uint32_t>(p.m - first) || column >= p.n) return;
   uint16_t* out = static_cast<uint16_t*>(p.c) + row * p.ldc + column;
   if (p.vector_store) {
     st_global_u32x2(out, v);

@@ -45,12 +45,11 @@ template <class C> MC_DEVICE int atom_column(int first_block, int warpgroup_n, i
 template <class C>
 MC_DEVICE void store_rows(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int m, int column, uint32_t rank) {
   const int lane = lane_index(), row = C::first_row(p, m);
-  const int skipped = m * C::kMTile - row - (lane >> 2);  // rows that the tile before stores
   load_column_bias<typename C::Element>(p, column, lane, f);
 #pragma unroll
   for (int i = 0; i < C::kMTile / 8; ++i)
     if (owns_chunk<C>(r * (C::kMTile / 8) + i, rank))
-      store_atom<typename C::Element>(p, &loop.acc[r][4 * i], f, row + 8 * i, column, lane, 8 * i >= skipped);
+      store_atom<typename C::Element>(p, &loop.acc[r][4 * i], f, row + 8 * i, column, lane, m * C::kMTile);
 }
 
 template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_addr_t base, Loop work, uint32_t rank) {
