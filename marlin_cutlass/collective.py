@@ -218,7 +218,7 @@ def gemm(
     reason = why_not(w) or _refused(a, bias)
     if reason is not None:
         raise ValueError(f"kernel={kernel!r} cannot serve this call: {reason}")
-    unit = find(kernel, dtype_name(a.dtype), built(a.device))
+    unit = _found(kernel, dtype_name(a.dtype), a.device)
     if batch_invariant and unit.decomposition != "data_parallel":
         raise ValueError(f"kernel={kernel!r} is not batch-invariant: its sums depend on M")
     result = a.new_empty((*a.shape[:-1], w.n)) if out is None else out
@@ -226,6 +226,12 @@ def gemm(
     if rows.data_ptr() != result.data_ptr():
         result.copy_(rows.view(result.shape))
     return result
+
+
+@functools.lru_cache(maxsize=256)
+def _found(kernel: str, dtype: str, device: torch.device) -> Unit:
+    """`find` for a device, remembered: a unit that is built anew needs a new process."""
+    return find(kernel, dtype, built(device))
 
 
 def _on_cuda(a: Tensor) -> bool:

@@ -242,6 +242,7 @@ def on_host(monkeypatch, folder):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(collective, "built", lambda device=None: collective.units(folder))
     monkeypatch.setattr(collective, "_on_cuda", lambda a: True)
+    collective._found.cache_clear()
 
 
 def product(a: torch.Tensor, values: np.ndarray) -> torch.Tensor:
