@@ -73,6 +73,23 @@ GroupSize = Annotated[
 Workers = Annotated[int, typer.Option(min=1, help="layers packed at the same time")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        print(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None: ...
+
+
 def _friendly(command: Callable) -> Callable:
     """User errors: one line on stderr, exit code 2; MARLIN_CUTLASS_DEBUG=1 shows the trace."""
 

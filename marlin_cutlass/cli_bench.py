@@ -30,10 +30,10 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Time the dispatched kernel against FP16, weights read from memory (method: bench.METHOD)."""
-    if not torch.cuda.is_available():
-        raise ValueError("bench needs an NVIDIA GPU and a CUDA build of torch: none is available")
     fmt = Format("bf16" if bf16 else "f16", False, group_size, sparse)
     problems = [fmt.problem(i, n, k) for i in m or [1, 16, 64]]  # names what no kernel serves
+    if not torch.cuda.is_available():
+        raise ValueError("bench needs an NVIDIA GPU and a CUDA build of torch: none is available")
     rows = [_row(problem) for problem in problems]
     if as_json:
         print(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1))

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,6 +53,7 @@ from marlin_cutlass.explore_space import (
 )
 from marlin_cutlass.explore_watch import HANG_S, HUNG, Watchdog
 
+PREFIX = "w4a16_"  # of every name; the ranking leaves it out
 COUNT = 40  # variants that are looked at closely
 COMPILED_WITHOUT_GPU = 4  # their static facts; more when asked
 SWEPT = 3  # variants whose time is shown against M
@@ -360,14 +361,37 @@ def target(timer: Timer | None, arch: str | None, gpu: str | None) -> tuple[Arch
         return own, gpu_for(timer.device.name, own, timer.device.sms)
     if gpu is not None:
         found = gpu_named(gpu)
-        named = resolve_arch(arch)[0] if arch else ARCHS[found.arch]
+        named = resolve_arch(arch)[0] if arch not in (None, "native") else ARCHS[found.arch]
         if named.name != found.arch:
             raise ValueError(f"--gpu {gpu} is {found.arch}, not {named.name}")
         return named, found
+    if arch in ("native", "all"):
+        raise ValueError(f"--arch {arch}: no GPU here says which; name one, such as sm_86")
     if arch is not None:
         named = resolve_arch(arch)[0]
         return named, reference_gpu(named)
     raise ValueError("no GPU here: name one with --gpu, such as --gpu H200, to rank by the model")
+
+
+def full_names(texts: Iterable[str], fmt: Format) -> tuple[str, ...]:
+    """Names of variants from names, geometries, or geometries as the ranking shows them."""
+    found = []
+    for text in texts:
+        name = text if text.startswith(PREFIX) else f"{PREFIX}{text}"
+        if not is_collective(name):
+            if "_g" not in name:
+                name = dispatch.with_format(name, fmt.dtype, fmt.zeros, fmt.group_size)
+            Variant.parse(name)
+        found.append(name)
+    return tuple(found)
+
+
+def check_writable(*paths: Path | None) -> None:
+    """OSError for a file that cannot be written: said before the work is done, not after."""
+    for path in filter(None, paths):
+        place = next((p for p in path.absolute().parents if p.exists()), Path("/"))
+        if path.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
+            raise OSError(f"{path} cannot be written: it is a folder, or lies where none can be")
 
 
 @app.command()
@@ -394,7 +418,7 @@ def main(
     json_: Annotated[Path | None, typer.Option("--json", help="write everything as JSON")] = None,
     html: Annotated[Path | None, typer.Option(help="write one self-contained page")] = None,
     skip: Annotated[
-        list[str] | None, typer.Option(help="leave this variant out, by full name; repeatable")
+        list[str] | None, typer.Option(help="leave this variant out, by name; repeatable")
     ] = None,
     top: Annotated[int | None, typer.Option(min=1, help="print at most so many rows")] = None,
     paper: Annotated[
@@ -410,6 +434,8 @@ def main(
         raise ValueError("a problem MxNxK is needed, such as 16x4096x4096")
     shape = ProblemShape(*parse_problem(problem), group_size, dtype, zeros, sparse)
     seconds, overrides = parse_seconds(budget), parse_overrides(set_ or [])
+    left_out = full_names(skip or (), Format.of(shape))
+    check_writable(json_, html)
     timer = find_timer() if gpu is None else None
     where, model = target(timer, arch, gpu)
     explorer = Explorer(
@@ -423,7 +449,10 @@ def main(
         jobs,
         sweep,
     )
-    explorer.skip, explorer.watched = tuple(skip or ()), True
+    explorer.skip, explorer.watched = left_out, True
+    if model.arch != where.name:
+        text = f"no GPU of {where.name} is modelled: the figures are of {model.name}"
+        explorer.notes.append(text)
     started = time.monotonic()
     explorer.spent = lambda: time.monotonic() - started > seconds
     found = explorer.run()
@@ -436,10 +465,15 @@ def report(found: Exploration, top: int | None, json_: Path | None, html: Path |
     print_table(found, out, top)
     space = found.space
     out.print(
-        f"{space['legal']} legal variants on {found.arch}, {space['illegal']} combinations are not"
+        f"{space['legal']} legal variants on {found.arch}, {space['illegal']} combinations are not;"
+        " beside the best prediction there is"
     )
     for miss in found.near_misses:
-        out.print(f"  not {miss['knob']}={miss['value']}: {miss['reason']}", markup=False)
+        out.print(f"  no {miss['knob']}={miss['value']}: {miss['reason']}", markup=False)
+    best = next((row for row in found.rows if not row.refused), None)
+    if best is not None:
+        name = f"{PREFIX}{best.geometry}"
+        out.print(f'to run one of them: marlin_cutlass.gemm(a, w, kernel="{name}")', markup=False)
     for note in found.notes:
         out.print(f"note: {note}", markup=False)
     if json_ is not None:

@@ -89,6 +89,8 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, tuple]:
 def _values(knob: str, text: str) -> list:
     if knob in ("family", "decomposition"):
         known = FAMILIES if knob == "family" else tuple(DECOMPOSITIONS)
+        short = {name: word for word, name in DECOMPOSITIONS.items()}  # as in variants' names
+        text = short.get(text, text) if knob == "decomposition" else text
         if text not in known:
             raise ValueError(f"--set {knob}={text}: one of {', '.join(known)} is needed")
         return [text]
@@ -96,6 +98,8 @@ def _values(knob: str, text: str) -> list:
     if match is None:
         raise ValueError(f"--set {knob}={text}: numbers such as 2,4 or 2..4 are needed")
     first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise ValueError(f"--set {knob}={text} is an empty range: {last}..{first} is meant?")
     return list(range(first, last + 1))
 
 
@@ -110,14 +114,19 @@ def enumerate_space(problem: ProblemShape, arch: Arch, gpu: Gpu, overrides: Over
     """
     legal = {v.name: v for v in declared(problem, arch, overrides)}
     reasons: Counter = Counter()
+    examples: dict[str, str] = {}
     for variant, count, reason in judged(problem, arch, overrides):
         if reason is None:
             legal.setdefault(variant.name, variant)
         else:
-            reasons[re.sub(r"\d+", "#", reason)] += count
+            rule = re.sub(r"\d+", "#", reason)
+            reasons[rule] += count
+            examples.setdefault(rule, reason)
     if not legal:
-        most = "; ".join(f"{text} ({count})" for text, count in reasons.most_common(3))
-        raise ValueError(f"no legal variant on {arch.name}: {most or 'nothing to enumerate'}")
+        most = [f"{examples[rule]} ({count} like it)" for rule, count in reasons.most_common(3)]
+        raise ValueError(
+            f"no legal variant on {arch.name}: {'; '.join(most) or 'nothing to enumerate'}"
+        )
     variants = list(legal.values())
     predicted = {v.name: estimate(problem, v, gpu).total for v in variants}
     return Space(problem, arch, gpu, variants, predicted, reasons)

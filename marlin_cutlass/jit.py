@@ -222,13 +222,17 @@ def main(arguments: Sequence[str]) -> int:
     import argparse
 
     parser = argparse.ArgumentParser(prog="python -m marlin_cutlass.jit", description=main.__doc__)
-    parser.add_argument("names", nargs="+", help="full names of variants")
+    text = "names of variants, or geometries, which mean f16 and group 128"
+    parser.add_argument("names", nargs="+", help=text)
     parser.add_argument("--arch", required=True, help="such as sm_90a")
     options = parser.parse_args(arguments)
     for name in options.names:
         try:
-            print(obtain(name, options.arch).file)
-        except (ValueError, KeyError) as error:
+            from generator.arch import resolve_arch  # not in every installation
+
+            full = name if "_g" in name else dispatch.with_format(name, "f16", False, 128)
+            print(obtain(full, resolve_arch(options.arch)[0].name).file)
+        except (ValueError, ModuleNotFoundError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 2
     return 0

@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from marlin_cutlass.explore import full_names
 from marlin_cutlass.explore_measure import Format
 from marlin_cutlass.explore_shapes import parse_problem
 
@@ -213,6 +214,8 @@ def main(
     m, n, k = parse_problem(problem)
     fmt = Format(dtype, zeros, group_size, sparse)
     fmt.problem(m, n, k)  # names what no kernel serves
+    if kernel is not None:
+        (kernel,) = full_names([kernel], fmt)
     if inside:
         return child(m, n, k, fmt, kernel)
     arguments = [problem, "--inside", "--dtype", dtype, "--group-size", str(group_size)]

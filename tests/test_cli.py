@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import marlin_cutlass
 from marlin_cutlass.cli import app
 from tests.test_checkpoint import GPTQ, folder, gptq_tensors
 
@@ -155,6 +156,17 @@ def test_help_of_other_parts_lists_their_options(command):
     result = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert ("--arch" if command == "build" else "--group-size") in result.stdout
+
+
+def test_bench_names_a_bad_size_before_it_asks_for_a_gpu():
+    for options, reason in ((["--n", 0], "n=0"), (["--k", 100], "k=100 is not a multiple")):
+        code, _, stderr = run("bench", *options)
+        assert code == 2 and reason in stderr
+
+
+def test_version():
+    code, stdout, _ = run("--version")
+    assert code == 0 and stdout.strip() == marlin_cutlass.__version__
 
 
 def test_module_entry_point():

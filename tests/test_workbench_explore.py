@@ -106,7 +106,7 @@ def test_only_legal_variants_with_the_values_asked_for(space):
 
 
 def test_nothing_legal_says_why():
-    with pytest.raises(ValueError, match=r"no legal variant on sm_90a: n_sm=#"):
+    with pytest.raises(ValueError, match=r"no legal variant on sm_90a: n_sm=96 is not one of"):
         enumerate_space(PROBLEM, HOPPER, H200, {**NARROW, "n_sm": (96,)})
     with pytest.raises(ValueError, match="too many: narrow --set"):
         enumerate_space(PROBLEM, HOPPER, H200, {"m_tile": tuple(range(8, 2048))})
@@ -317,7 +317,7 @@ def test_command_line(nvcc, tmp_path):
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "modelled for H200" in done.output and "legal variants on sm_90a" in done.output
-    assert "  not " in done.output
+    assert "  no " in done.output and 'gemm(a, w, kernel="w4a16_' in done.output
     data = json.loads(files[0].read_text())
     assert data["schema"] == 1 and len(data["rows"]) == 8 and data["problem"]["m"] == 16
     assert files[1].read_text().startswith("<!doctype html>")
@@ -333,12 +333,37 @@ def test_command_line(nvcc, tmp_path):
         (["16x4096x4096", "--gpu", "A10", "--budget", "soon"], "60s or 2m"),
         (["16x4096x4000", "--gpu", "A10"], "k=4000 is not a multiple of group_size=128"),
         (["--gpu", "A10"], "a problem MxNxK is needed"),
+        (["16x4096x4096", "--arch", "native"], "no GPU here says which; name one, such as sm_86"),
+        (["16x4096x4096", "--gpu", "A10", "--set", "n_sm=9..3"], "an empty range: 3..9 is meant?"),
+        (["16x4096x4096", "--gpu", "A10", "--set", "n_sm=96"], "n_sm=96 is not one of 64, 128"),
+        (["16x4096x4096", "--gpu", "A10", "--skip", "m16"], "kernel='w4a16_m16' is malformed"),
+        (["16x4096x4096", "--gpu", "A10", "--html", "pyproject.toml/x.html"], "cannot be written"),
+        (["16x4096x4096", "--gpu", "A10", "--json", "."], "cannot be written"),
     ],
 )
 def test_mistakes_are_one_line(nvcc, arguments, words):
     done = run(*arguments)
     assert done.exit_code == 2 and words in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+def test_names_as_the_ranking_shows_them_can_be_left_out(tmp_path):
+    options = ["16x4096x4096", "--gpu", "A10", "--compile", "0", "--count", "6", "--json"]
+    first, second = tmp_path / "1.json", tmp_path / "2.json"
+    assert run(*options, str(first)).exit_code == 0
+    best = json.loads(first.read_text())["rows"][0]
+    assert run(*options, str(second), "--skip", best["geometry"]).exit_code == 0
+    assert best["name"] not in {row["name"] for row in json.loads(second.read_text())["rows"]}
+
+
+def test_a_gpu_that_stands_in_is_named():
+    done = run("16x4096x4096", "--arch", "sm_120", "--compile", "0", "--count", "2")
+    assert done.exit_code == 0 and "no GPU of sm_120 is modelled" in " ".join(done.output.split())
+
+
+def test_decompositions_have_short_names():
+    found = parse_overrides(["decomposition=dp,streamk,split_k"])
+    assert found == {"decomposition": ("data_parallel", "stream_k", "split_k")}
 
 
 def test_a_machine_that_only_runs_kernels_needs_no_compiling_packages(nvcc):

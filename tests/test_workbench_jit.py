@@ -198,3 +198,20 @@ def test_a_kernel_of_the_cache_is_whole(nvcc):
         v.cluster,
     )
     assert isinstance(kernel, dispatch.Kernel) and ARCHS["sm_90a"].name == "sm_90a"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["nonsense", "--arch", "sm_90a"], "kernel='nonsense' is malformed"),
+        (["w4a16_hopper_m16_n128k128_w2x1_p8_dp_c2", "--arch", "sm_99"], "arch='sm_99' is not one"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys):
+    assert jit.main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_geometry_on_the_command_line_means_the_default_format(nvcc, capsys):
+    assert jit.main(["w4a16_hopper_m16_n128k128_w2x1_p8_dp_c2", "--arch", "90a"]) == 0
+    assert "w4a16_hopper_f16_g128_m16_n128k128_w2x1_p8_dp_c2.cubin" in capsys.readouterr().out

@@ -58,6 +58,12 @@ def test_counters_are_explained(tmp_path, monkeypatch):
     assert inner[-2:] == ["--kernel", NAME]
 
 
+def test_a_mistyped_kernel_is_named_before_anything_runs():
+    done = run("16x4096x4096", "--kernel", "m16_n128")
+    text = " ".join(done.output.split())
+    assert done.exit_code == 2 and "kernel='w4a16_m16_n128' is malformed" in text
+
+
 def test_json(tmp_path, monkeypatch):
     make_ncu(tmp_path, monkeypatch, csv_text())
     data = json.loads(run("16x4096x4096", "--json").output)
