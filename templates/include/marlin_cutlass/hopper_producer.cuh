@@ -6,11 +6,17 @@
 
 namespace marlin_cutlass {
 
+// Address of stage `step` of a column block.
+template <class C> MC_DEVICE const uint8_t* block_source(const GemmParams& p, int block, int step) {
+  constexpr uint32_t kUnit = 128;  // blocks are multiples of 128 bytes: 32-bit arithmetic reaches 256 GiB
+  const uint32_t index = static_cast<uint32_t>(block) * p.k_blocks + step * C::kDepthBlocks;
+  return p.weight + static_cast<uint64_t>(index * (C::kBlockBytes / kUnit)) * kUnit;
+}
+
 // Weights do not depend on the previous kernel: they start before it has ended. Once the ring is full the warp sleeps until then, so that a
 // long previous kernel is not mistaken for a stuck pipeline.
 template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& p, smem_addr_t base, Loop loop) {
   const uint64_t policy = evict_first_policy();
-  const int64_t block_row = static_cast<int64_t>(p.k_blocks) * C::kBlockBytes;
   RingPosition<C::kStages> ring;
   int issued = 0;
   Segment s;
@@ -22,11 +28,10 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
       const smem_addr_t full = C::full(base, ring.stage);
       mbarrier_arrive_expect(full, C::kColumnBlocks * C::kBlockRowBytes);
       const smem_addr_t dst = base + C::kWeightOffset + ring.stage * C::kWeightBytes;
-      const uint8_t* src = p.weight + static_cast<int64_t>(step) * C::kBlockRowBytes;
 #pragma unroll
       for (int i = 0; i < C::kColumnBlocks; ++i) {
         const int block = first_block + i < p.n_blocks ? first_block + i : p.n_blocks - 1;  // past the edge: read, never stored
-        bulk_load(dst + i * C::kBlockRowBytes, src + block * block_row, C::kBlockRowBytes, full, policy);
+        bulk_load(dst + i * C::kBlockRowBytes, block_source<C>(p, block, step), C::kBlockRowBytes, full, policy);
       }
       ring.advance();
     }
@@ -77,13 +82,6 @@ MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, 
       ring.advance();
     }
   }
-}
-
-// Address of stage `step` of a column block.
-template <class C> MC_DEVICE const uint8_t* block_source(const GemmParams& p, int block, int step) {
-  constexpr uint32_t kUnit = 128;  // blocks are multiples of 128 bytes: 32-bit arithmetic reaches 256 GiB
-  const uint32_t index = static_cast<uint32_t>(block) * p.k_blocks + step * C::kDepthBlocks;
-  return p.weight + static_cast<uint64_t>(index * (C::kBlockBytes / kUnit)) * kUnit;
 }
 
 // A slot without a block in a stage does not wait for it: the producer arrives in its place.
