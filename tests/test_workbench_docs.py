@@ -82,7 +82,7 @@ def test_a_family_is_added_as_the_page_says(checkout):
     dispatch = (checkout / "marlin_cutlass" / "dispatch.py").read_text()
     (families,) = re.findall(r"^FAMILIES = \((.*?)\)", dispatch, flags=re.M)
     names = [family.strip(' "') for family in families.split(",")]
-    named = [f"k{name.capitalize()}" for name in names]
+    named = ["k" + name.replace("_", " ").title().replace(" ", "") for name in names]
     assert enum.split(", ") == named and named[-1] == "kDemo"
 
 
@@ -102,6 +102,20 @@ def test_the_papers_figures_are_those_of_the_model():
         assert model == pytest.approx(point.model, rel=0.02), (
             "python -m marlin_cutlass explore --paper prints the table again"
         )
+
+
+def test_the_models_error_is_what_the_report_says():
+    """docs/workbench.md states it: within 1.5 points, and the good choices within 5."""
+    from marlin_cutlass.explore_model import model_report
+    from marlin_cutlass.explore_tuning import TuningFile
+
+    text = (ROOT / "docs" / "workbench.md").read_text()
+    pattern = r"median error ([\d.]+) ?%.*? within 10 % of the best in (\d+) ?%"
+    stated = re.search(pattern, text)
+    report = model_report(TuningFile.load(ROOT / "generator" / "tuning" / "nvidia_h200.json"))
+    found = re.search(pattern, report)
+    assert float(stated[1]) == pytest.approx(float(found[1]), abs=1.5)
+    assert int(stated[2]) == pytest.approx(int(found[2]), abs=5)
 
 
 @pytest.mark.slow
