@@ -305,7 +305,7 @@ def with_format(geometry: str, dtype: str, zeros: bool, group_size: int) -> str:
     if match is None:
         raise ValueError(
             f"kernel={geometry!r} is malformed: give a variant's name or its geometry, such as "
-            "w4a16_ampere_m16_n256k64_w4x2_p4_striped_c1"
+            "w4a16_ampere_m16_n128k128_w2x2_p4_striped_c1"
         )
     group = "col" if group_size < 0 else group_size
     return f"{match[1]}_{dtype}{'z' if zeros else ''}_g{group}_{match[2]}"

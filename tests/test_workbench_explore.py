@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -354,6 +355,15 @@ def test_names_as_the_ranking_shows_them_can_be_left_out(tmp_path):
     best = json.loads(first.read_text())["rows"][0]
     assert run(*options, str(second), "--skip", best["geometry"]).exit_code == 0
     assert best["name"] not in {row["name"] for row in json.loads(second.read_text())["rows"]}
+
+
+def test_names_that_errors_suggest_are_legal():
+    for parse in (Variant.parse, lambda text: dispatch.with_format(text, "f16", False, 128)):
+        with pytest.raises(ValueError) as error:
+            parse("w4a16_x")
+        example = re.findall(r"w4a16_\w+", str(error.value))[-1]
+        name = example if "_g128_" in example else dispatch.with_format(example, "f16", False, 128)
+        assert why_not(Variant.parse(name), HOPPER) is None
 
 
 def test_a_gpu_that_stands_in_is_named():
