@@ -76,8 +76,8 @@ def _geometry_fields(match: re.Match) -> dict:
 
 
 _EXAMPLE = {
-    "variant": "w4a16_hopper_f16_g128_m16_n256k128_w4x1_p5_dp_c2",
-    "geometry": "w4a16_hopper_m16_n256k128_w4x1_p5_dp_c2",
+    "variant": "w4a16_hopper_f16_g128_m16_n128k128_w2x1_p8_dp_c2",
+    "geometry": "w4a16_hopper_m16_n128k128_w2x1_p8_dp_c2",
 }
 
 
