@@ -239,7 +239,8 @@ H200_MEASURED = {
 @pytest.mark.parametrize("shape", H200_MEASURED)
 def test_the_model_is_within_a_third_of_measurements(shape):
     n, k = shape
-    variants = [v for v in _variants("sm_90a") if (v.dtype, v.zeros, v.group_size) == SYM]
+    dense = [v for v in _variants("sm_90a") if not v.sparse]
+    variants = [v for v in dense if (v.dtype, v.zeros, v.group_size) == SYM]
     for m, measured in H200_MEASURED[shape].items():
         best = min(estimate(ProblemShape(m, n, k), v, GPUS["H200"]).total for v in variants)
         assert measured / 1.35 < best < measured * 1.35, (m, best)
