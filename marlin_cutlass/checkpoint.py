@@ -30,7 +30,7 @@ from .layout import LAYOUT_VERSION, stored_group_size
 from .locking import folder_lock
 from .packed_weight import PackedWeight
 from .progress import progress_bar
-from .prune import CHUNK, check_sparsity
+from .prune import CHUNK, SPARSITIES, check_sparsity
 from .safetensors_stream import StreamWriter
 
 SKIP_FILES = ("config.json", "quantize_config.json", INDEX_NAME)
@@ -78,11 +78,15 @@ def plan_conversion(
 ) -> Plan:
     """`make_plan`, and for a floating-point folder the choice of weights to quantise (rtn).
 
-    sparsity: "2:4" prunes by magnitude before it rounds. skip: a dense weight whose name has a
+    sparsity: "2:4" prunes by magnitude before it rounds; of a quantised folder it packs the layers
+    that have 2:4 sparsity for sparse kernels. skip: a dense weight whose name has a
     component containing one of these stays as it is; "gate" alone means a router: gate_proj and
     gate_up_proj are quantised.
     """
     plan = make_plan(Path(src))
+    if sparsity not in SPARSITIES:
+        raise ValueError(f"sparsity={sparsity!r} is unknown: '2:4' or None")
+    plan.recognise = sparsity is not None and plan.scheme.name != "dense"
     if plan.scheme.name == "dense":
         check_sparsity(sparsity, CHUNK, group_size, symmetric)
         options = {"symmetric": symmetric, "clip": clip, "method": "rtn", "sparsity": sparsity}
@@ -161,6 +165,9 @@ def convert_checkpoint(
     with new_folder(dst) as folder, progress_bar(progress, len(plan.layers), "convert") as tick:
         _write_folder(plan, folder, report, workers, tick)
         report.bytes_out = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    if plan.recognise:
+        sparse = sum(bool(form.get("sparse")) for form in report.layers.values())
+        report.notes.append(f"{sparse} of {len(report.layers)} layers have 2:4 sparsity")
     report.seconds = time.perf_counter() - start
     return report
 
@@ -286,8 +293,11 @@ def _packed_layers(plan: Plan, layers: list[LayerPlan], workers: int):
 
 
 def _pack_layer(plan: Plan, layer: LayerPlan) -> tuple[dict[str, torch.Tensor], dict]:
-    packed = []
-    for weight in read_layer(plan, layer):
+    packed, weights = [], read_layer(plan, layer)
+    if plan.recognise:
+        found = [weight.recognised() for weight in weights]
+        weights = found if all(weight.sparse for weight in found) else weights
+    for weight in weights:
         try:
             packed.append(weight.to_packed())
         except (ValueError, TypeError) as error:
@@ -299,9 +309,9 @@ def _pack_layer(plan: Plan, layer: LayerPlan) -> tuple[dict[str, torch.Tensor], 
 
 
 def _stack(layer: LayerPlan, packed: list[PackedWeight]) -> dict[str, torch.Tensor]:
-    kinds = {(w.has_zeros, w.perm is None) for w in packed}
+    kinds = {(w.has_zeros, w.perm is None, w.sparse) for w in packed}
     if len(kinds) != 1:
-        raise ValueError(f"{layer.name}: experts differ in zero points or act-order")
+        raise ValueError(f"{layer.name}: experts differ in zero points, act-order or sparsity")
     return {role: torch.stack([w.tensors()[role] for w in packed]) for role in packed[0].tensors()}
 
 

@@ -64,6 +64,7 @@ class Plan:
     unused: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    recognise: bool = False  # quantised layers that have 2:4 sparsity are packed as such
 
     def info(self, tensor: str, shard: str) -> TensorInfo:
         """Header entry of a tensor."""

@@ -128,7 +128,11 @@ def quantize(
     ] = Method.rtn,
     group_size: GroupSize = 128,
     calibration: Annotated[
-        Path | None, typer.Option(help="gptq: text file, a sample per line, or .jsonl with 'text'")
+        Path | None,
+        typer.Option(
+            help="gptq: text file, a sample per line, or .jsonl with 'text'; or 'vocabulary': texts "
+            "made of the tokenizer's words"
+        ),
     ] = None,
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="integer zero points")] = False,
     clip: Annotated[str, typer.Option(help="auto, mse (rtn) or none")] = "auto",
@@ -168,13 +172,15 @@ def quantize(
         return print_report(report, target, as_json)
     if calibration is None:
         raise ValueError("--method gptq needs --calibration FILE")
-    from .quantize.folder import quantize_folder, read_texts
+    from .quantize.folder import VOCABULARY, quantize_folder, read_texts
+
+    made = str(calibration) == VOCABULARY and not calibration.exists()
 
     order = {"off": False, "on": True, "static": "static"}[act_order.value]
     result = quantize_folder(
         source,
         target,
-        read_texts(calibration),
+        VOCABULARY if made else read_texts(calibration),
         overwrite=overwrite,
         group_size=group_size,
         symmetric=not asymmetric,
@@ -206,11 +212,15 @@ def convert(
         str,
         typer.Option(help="how a GPTQ v1 zero point stored as 15 is read: word, nibble, sixteen"),
     ] = "word",
+    sparsity: Annotated[
+        Sparsity, typer.Option(help="2:4 packs layers that have it for sparse kernels")
+    ] = Sparsity.none,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a GPTQ, AWQ, compressed-tensors or MARLIN folder; the weights keep their values."""
+    """Convert a GPTQ, AWQ, compressed-tensors, MARLIN or Sparse-Marlin folder; the weights keep
+    their values."""
     from .checkpoint import convert_checkpoint
     from .checkpoint_plan import make_plan
 
@@ -223,6 +233,7 @@ def convert(
         overwrite=overwrite,
         progress=not quiet,
         zero_rule=zero_rule,
+        sparsity=None if sparsity is Sparsity.none else sparsity.value,
     )
     print_report(report, target, as_json)
 

@@ -216,6 +216,36 @@ def test_a_floating_point_folder_is_pruned_and_verified(tmp_path):
         convert_checkpoint(src, tmp_path / "no", sparsity="2:4", symmetric=False)
 
 
+def test_pruned_layers_of_dense_formats_are_recognised_when_asked_for(tmp_path):
+    pruned, dense = (random_layer(256, 128, 64, seed=1, sparse=s) for s in (True, False))
+    tensors = {f"a.{role}": t for role, t in pruned.gptq().items()}
+    tensors |= {f"b.{role}": t for role, t in dense.gptq().items()}
+    quant = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
+    src = folder(tmp_path / "in", tensors, quant)
+    report = convert_checkpoint(src, tmp_path / "plain")
+    assert not any(form.get("sparse") for form in report.layers.values()) and not report.notes
+    code = CliRunner().invoke(
+        app, ["convert", str(src), str(tmp_path / "out"), "--sparsity", "2:4", "--json", "-q"]
+    )
+    report = json.loads(code.stdout)
+    assert report["layers"]["a"]["sparse"] and "sparse" not in report["layers"]["b"]
+    assert report["notes"] == ["1 of 2 layers have 2:4 sparsity"]
+    assert max(verify_checkpoint(src, tmp_path / "out").values()) < 1e-6
+    loaded = mc.load(tmp_path / "out" / "m.safetensors")["a"]
+    assert loaded == mc.pack_sparse(pruned.q, pruned.scales, group_size=64)
+    with pytest.raises(ValueError, match="sparsity='1:4' is unknown"):
+        convert_checkpoint(src, tmp_path / "no", sparsity="1:4")
+
+
+@pytest.mark.parametrize("changes", [{"zeros": True}, {"act_order": True}, {"group_size": 32}])
+def test_what_the_sparse_layout_cannot_hold_stays_dense(changes):
+    layer = random_layer(256, 64, **{"group_size": 64, "sparse": True, **changes})
+    index = layer.g_idx.int() if "act_order" in changes else None
+    zeros = layer.zeros
+    weight = formats.QuantizedWeight(layer.q, layer.scales, zeros, layer.group_size, index)
+    assert weight.recognised() is weight
+
+
 @pytest.mark.parametrize("k, n, group_size", [(128, 64, 64), (384, 192, 128), (256, 64, -1)])
 def test_random_layers(k, n, group_size):
     layer = random_layer(k, n, group_size, seed=k, sparse=True)

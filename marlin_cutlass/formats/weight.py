@@ -6,7 +6,7 @@ It is the plain meaning of a layer: W[k, n] = (q[k, n] - z[group(k), n]) * s[gro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,15 @@ class QuantizedWeight:
         """float32 [K, N], by the formula and nothing else (no kernel rounding)."""
         zero = SYMMETRIC_ZERO if self.zeros is None else self.zeros.float()[self.groups]
         return (self.q.float() - zero) * self.scales.float()[self.groups]
+
+    def recognised(self) -> QuantizedWeight:
+        """With `sparse` set where the codes have 2:4 sparsity and the sparse layout can hold them:
+        symmetric, in natural order, group size 64, a multiple of 128, or -1."""
+        dense_only = self.zeros is not None or self.g_idx is not None or self.group_size == 32
+        if dense_only or self.k % 4:
+            return self
+        kept = (self.q != SYMMETRIC_ZERO).view(-1, 4, self.n).sum(dim=1, dtype=torch.uint8)
+        return replace(self, sparse=bool(kept.amax() <= 2))
 
     def to_packed(self):
         """Pack into the layout that every kernel reads; see `marlin_cutlass.pack`."""
