@@ -7,27 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .report import ModelReport
+from .texts import read_texts, vocabulary_texts
+
+__all__ = ["load_transformers", "quantize_folder", "read_texts"]
 
 MAX_TOKENS = 4096  # natural length up to this (paper.md a.7)
-
-
-def read_texts(path: str | Path) -> list[str]:
-    """Calibration texts, one per line, or JSON lines with a "text" entry; no empty ones."""
-    path = Path(path)
-    texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        line = line.strip()
-        if not line or path.suffix != ".jsonl":
-            texts.append(line)
-            continue
-        try:
-            texts.append(json.loads(line)["text"])
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f'{path}:{number} is not a JSON object with a "text" entry') from None
-    texts = [text for text in texts if text]
-    if not texts:
-        raise ValueError(f"{path} holds no calibration text")
-    return texts
+VOCABULARY = "vocabulary"  # texts made of the tokenizer's words
+VOCABULARY_TEXTS = 1024
 
 
 def load_transformers(folder: Path, empty: bool = False):
@@ -53,14 +39,15 @@ def load_transformers(folder: Path, empty: bool = False):
 def quantize_folder(
     src: str | Path,
     dst: str | Path,
-    texts: Sequence[str],
+    texts: Sequence[str] | str,
     *,
     overwrite: bool = False,
     **options,
 ) -> ModelReport:
     """Load `src` with transformers, run `quantize_model` on `texts`, write `dst` atomically.
 
-    options: as in `quantize_model`. The model must fit memory, unlike `convert_checkpoint`.
+    texts: the calibration texts, or "vocabulary": 1,024 of `vocabulary_texts`. options: as in
+    `quantize_model`. The model must fit memory, unlike `convert_checkpoint`.
     """
     from ..checkpoint import new_folder
     from ..files import save
@@ -70,6 +57,8 @@ def quantize_folder(
     if dst.exists() and not overwrite and any(dst.iterdir()):
         raise FileExistsError(f"{dst} exists and is not empty: pass overwrite=True (--overwrite)")
     model, tokenizer = load_transformers(src)
+    if texts == VOCABULARY:
+        texts = vocabulary_texts(tokenizer, VOCABULARY_TEXTS)
     samples = [
         dict(tokenizer(t, return_tensors="pt", truncation=True, max_length=MAX_TOKENS))
         for t in texts
