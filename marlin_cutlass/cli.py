@@ -130,7 +130,7 @@ def quantize(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="gptq: text file, a sample per line, or .jsonl with 'text'; or 'vocabulary': texts "
+            help="gptq: text file, a sample per line, or .jsonl with 'text'; 'vocabulary': texts "
             "made of the tokenizer's words"
         ),
     ] = None,

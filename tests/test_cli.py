@@ -131,6 +131,11 @@ def test_gptq_folder_with_transformers(tmp_path):
     )
     assert code == 0, stderr
     assert len(json.loads(stdout)["layers"]) == 13
+    made = ("quantize", tmp_path / "in", tmp_path / "made", "--method", "gptq", "-g", 32)
+    code, _, stderr = run(*made, "--calibration", "vocabulary", "-q")
+    assert code == 2 and "no whole words" in stderr  # letters are none
+    code, _, stderr = run(*made, "--calibration", tmp_path / "absent.txt", "-q")
+    assert code == 2 and "absent.txt" in stderr
     from marlin_cutlass.files import load_model
     from marlin_cutlass.quantize.folder import load_transformers
 
