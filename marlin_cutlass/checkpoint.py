@@ -118,6 +118,17 @@ def _choose_dense(plan: Plan, scheme: Scheme, skip: Sequence[str]) -> None:
         plan.layers.append(LayerPlan(name, {"weight": (tensor, shard)}, scheme, (k, n)))
     if not plan.layers:
         plan.problems.append("no two-dimensional floating-point *.weight to quantise")
+    _name_stacked(plan)
+
+
+def _name_stacked(plan: Plan) -> None:
+    """Notes for stacked experts, which are large and stay as they are: models differ in which of
+    their dimensions are inputs, and no tensor says."""
+    for tensor, shard in plan.passed.items():
+        info = plan.info(tensor, shard)
+        if len(info.shape) == 3 and info.dtype.is_floating_point and min(info.shape[1:]) > 1:
+            shape = list(info.shape)
+            plan.notes.append(f"{tensor}: {shape} stays floating point (three dimensions)")
 
 
 def _dense_skipped(name: str, skip: Sequence[str]) -> bool:

@@ -351,3 +351,21 @@ def test_memory_does_not_grow_with_the_shard(tmp_path):
         peaks.append(int(out.stdout) * 1024)
     layer = 2048 * 2048 // 2
     assert peaks[1] - peaks[0] < 4 * layer, peaks  # 14 more layers are 14 * layer
+
+
+def test_stacked_experts_in_floating_point_are_copied_and_named(tmp_path):
+    experts = torch.randn(4, 128, 256).half()
+    tensors = {
+        "layers.0.mlp.down_proj.weight": torch.randn(128, 256).half(),
+        "layers.0.mlp.experts.gate_up_proj": experts,
+        "layers.0.conv.weight": torch.randn(128, 1, 4).half(),
+    }
+    source = folder(tmp_path / "in", tensors, None)
+    report = convert_checkpoint(source, tmp_path / "out")
+    assert list(report.layers) == ["layers.0.mlp.down_proj"]
+    note = (
+        "layers.0.mlp.experts.gate_up_proj: [4, 128, 256] stays floating point (three dimensions)"
+    )
+    assert report.notes == [note]
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["layers.0.mlp.experts.gate_up_proj"], experts)
