@@ -23,7 +23,8 @@ template <class C> struct HopperMainloop {
     entries_ = weights + C::kEntryOffset + warp * D::kAtomBytes + (lane >> 2) * D::kEntryBytes;
     // Two atoms, and so two warps, share their words of places: lanes 0 and 1 of four hold those of the first, 2 and 3 of the second. The
     // instruction takes them from lanes 0 and 1.
-    if constexpr (C::kSparse) places_ = weights + kSparseCodeBytes + warp / 2 * 512 + (lane ^ warp % 2 * 2) * 16;
+    if constexpr (C::kSparse) places_address_ = weights + kSparseCodeBytes + warp / 2 * 512 + (lane ^ warp % 2 * 2) * 16;
+    if constexpr (C::kSparse) zero_ = opaque_zero();
     descriptor_ = make_descriptor(uniform(descriptor_low(base)));
     ring_.stage = warpgroup_k;
   }
@@ -68,7 +69,7 @@ template <class C> struct HopperMainloop {
     constexpr int kBlock = kRow * C::kBlockRowBytes + kDepth * C::kBlockBytes;
     const int at = stage * C::kWeightBytes;
     codes_next_ = ld_shared_u32x4(codes_ + at + kBlock + kHalf * 2048);
-    if constexpr (C::kSparse) places_next_ = ld_shared_u32x4(places_ + at + kBlock);
+    if constexpr (C::kSparse) places_next_ = ld_shared_u32x4(places_address_ + at + kBlock);
     if constexpr (D::kHasEntries) {
       if constexpr (kEntriesPerQuad == 2) {
         entry_next_[0] = D::load(entries_ + at + kBlock + (2 * kHalf) * D::kGroupBytes);
@@ -95,7 +96,7 @@ template <class C> struct HopperMainloop {
       scales_[0] = D::prepare(entry_next_[0]);
       if constexpr (kEntriesPerQuad == 2) scales_[1] = D::prepare(entry_next_[1]);
     }
-    const uint32_t places[4] = {places_next_.x, places_next_.y, places_next_.z, places_next_.w};
+    const uint32_t places[4] = {places_next_.x, places_next_.y, places_next_.z, places_next_.w};  // sparse only
     if constexpr (kQuad + 1 < kQuads) load_quad<kQuad + 1>(stage);
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
     // In 64 bits: a pair of uniform registers then takes one add with carry, not an add and two moves, for each wgmma.
@@ -103,17 +104,21 @@ template <class C> struct HopperMainloop {
 #pragma unroll
     for (int b = 0; b < 4 / C::kBatch; ++b) {
       constexpr int kBatch = C::kBatch;
-      uint32_t(&fragments)[4 * kBatch] = fragments_[(kQuad * (4 / kBatch) + b) % 2];
+      constexpr int kBuffer = kQuad * (4 / kBatch) % 2;
+      uint32_t(&fragments)[4 * kBatch] = fragments_[(kBuffer + b) % 2];
 #pragma unroll
       for (int s = 0; s < kBatch; ++s) {
         const int step = b * kBatch + s;
         D::fragment(words[step], scales_[kEntriesPerQuad == 2 ? step / 2 : 0], &fragments[4 * s]);
+        // In a register of their own while the wgmma runs: it reads them when it executes, as it does the fragments, but ptxas does not know
+        // and would put the next load into the same register.
+        if constexpr (C::kSparse) places_[(kBuffer + b) % 2][s] = copy_of(places[step], zero_);
       }
       wgmma_fence();
 #pragma unroll
       for (int s = 0; s < kBatch; ++s) {
         const int step = b * kBatch + s;
-        multiply(acc[kRow], &fragments[4 * s], places[step], descriptor, step);
+        multiply(acc[kRow], &fragments[4 * s], places_[(kBuffer + b) % 2][s], descriptor, step);
       }
       wgmma_commit();
       if (b == 4 / kBatch - 1) {
@@ -155,14 +160,14 @@ template <class C> struct HopperMainloop {
     }
   }
 
-  smem_addr_t base_, codes_, entries_, places_ = 0;
+  smem_addr_t base_, codes_, entries_, places_address_ = 0;
   uint64_t descriptor_;
   RingPosition<C::kStages> ring_;
   int held_ = -1;
   U32x4 codes_next_, places_next_{};
   typename D::Entry entry_next_[kEntriesPerQuad];
   RowScales scales_[kEntriesPerQuad];
-  uint32_t fragments_[2][4 * C::kBatch];
+  uint32_t fragments_[2][4 * C::kBatch], places_[2][C::kBatch] = {}, zero_ = 0;
 };
 
 }  // namespace marlin_cutlass

@@ -133,6 +133,15 @@ template <class E, int kN> MC_DEVICE void wgmma_m64k16(float (&d)[kN / 2], const
   wgmma_expand<typename WgmmaAtom<E, kN>::type>(d, a, b, typename MakeIndices<kN / 2>::type{});
 }
 
+// A zero that no compiler can see: grids are one-dimensional.
+MC_DEVICE uint32_t opaque_zero() { return blockIdx.z; }
+// x in another register, which stays x's copy: `zero` is opaque_zero().
+MC_DEVICE uint32_t copy_of(uint32_t x, uint32_t zero) {
+  uint32_t copy;
+  asm volatile("xor.b32 %0, %1, %2;" : "=r"(copy) : "r"(x), "r"(zero));
+  return copy;
+}
+
 // ---- roles and clusters -----------------------------------------------------------------------------------------
 MC_DEVICE bool elect_one() {
   uint32_t elected;
@@ -174,7 +183,7 @@ MC_DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::
 namespace marlin_cutlass {
 
 // As wgmma_m64k16 for a 64 x 32 operand of which two of each four are kept: those as a 64 x 16 matrix in `a`; b[32 x kN], for which a step adds 4
-// to the descriptor. places: each warp's, as mma_sparse_m16n8k32 takes them with selector 0; read when the instruction issues. Defined in
+// to the descriptor. places: each warp's, as mma_sparse_m16n8k32 takes them with selector 0; their register must not change before the wgmma has finished. Defined in
 // prims_hopper_sparse.cuh, which only sparse kernels include: it brings another 80,000 lines.
 template <class E, int kN> MC_DEVICE void wgmma_sparse_m64k32(float (&d)[kN / 2], const uint32_t* a, uint32_t places, uint64_t b);
 

@@ -51,6 +51,8 @@ template <class E, int kN> MC_DEVICE void wgmma_m64k16(float (&d)[kN / 2], const
 }
 
 // ---- roles and clusters -----------------------------------------------------------------------------------------
+MC_DEVICE uint32_t opaque_zero() { return 0; }
+MC_DEVICE uint32_t copy_of(uint32_t x, uint32_t zero) { return x ^ zero; }
 MC_DEVICE bool elect_one() { return emu_elect_one(); }
 template <int kRegisters> MC_DEVICE void registers_increase() { emu_set_registers(kRegisters); }
 template <int kRegisters> MC_DEVICE void registers_decrease() { emu_set_registers(kRegisters); }
