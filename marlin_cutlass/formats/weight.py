@@ -55,11 +55,11 @@ class QuantizedWeight:
     def recognised(self) -> QuantizedWeight:
         """With `sparse` set where the codes have 2:4 sparsity and the sparse layout can hold them:
         symmetric, in natural order, group size 64, a multiple of 128, or -1."""
-        dense_only = self.zeros is not None or self.g_idx is not None or self.group_size == 32
-        if dense_only or self.k % 4:
+        from ..sparse import has_2_4
+
+        if self.zeros is not None or self.g_idx is not None or self.group_size == 32:
             return self
-        kept = (self.q != SYMMETRIC_ZERO).view(-1, 4, self.n).sum(dim=1, dtype=torch.uint8)
-        return replace(self, sparse=bool(kept.amax() <= 2))
+        return replace(self, sparse=has_2_4(self.q))
 
     def to_packed(self):
         """Pack into the layout that every kernel reads; see `marlin_cutlass.pack`."""
