@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import fake_cuda
@@ -22,6 +23,7 @@ from generator.problem import ProblemShape
 from generator.variant import Geometry, Variant
 from marlin_cutlass import dispatch, layout
 from marlin_cutlass.sparse import pack_sparse
+from tools.wgmma_registers import overwritten
 
 SMS = 132
 CONFLICT_KINDS = ("shared_load", "shared_store", "ldmatrix_access", "cp_async_access")
@@ -298,3 +300,58 @@ def test_loads_are_wide_and_one_of_metadata_serves_eight_products_of_a_row_group
 def test_no_local_memory_in_the_main_loop(sass) -> None:
     """A few words that only the loop over tiles needs may be spilled."""
     assert not any(i.startswith(("LDL", "STL")) for i in sass.main_loop)
+
+
+LISTING = """
+        /*0100*/                   HGMMA.SP.64x16x32.F32 R24, R36, gdesc[UR16], R24, {metadata}, 0x0, gsb0 ;
+        /*0110*/               @P0 BRA 0x140 ;
+        /*0120*/                   LDS.128 R32, [R3+0x800] ;
+        /*0130*/                   BRA 0x150 ;
+        /*0140*/                   STS.128 [R36], R52 ;
+        /*0150*/                   WARPGROUP.DEPBAR.LE gsb0, {pending} ;
+        /*0160*/                   HFMA2 R36, R21, R50.reuse, R8.reuse ;
+        /*0170*/                   HGMMA.64x16x16.F32 R24, R36, gdesc[UR16], R24, gsb0 ;
+        /*0180*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0190*/                   HFMA2 R39, R21, R50.reuse, R8.reuse ;
+        /*01a0*/                   EXIT ;
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "metadata, pending, found",
+    [("R70", "0x0", []), ("R34", "0x0", ["LDS"]), ("R70", "0x1", ["HFMA2"])],
+)
+def test_registers_written_before_the_wait_are_found(metadata, pending, found) -> None:
+    faults = overwritten(LISTING.format(metadata=metadata, pending=pending))
+    assert [fault.split(": 0x")[1].split()[1].split(".")[0] for fault in faults] == found
+
+
+# Most instructions between the first and the last product, for each 64 x 128 piece of weights.
+HOPPER_SASS = [
+    ("f16_g128_m16_n256k256_w4x1_p6_dp_c1", 90),
+    ("bf16_g64_m64_n128k128_w2x2_p6_split2_c1", 150),
+    ("f16_gcol_m128_n256k128_w2x1_p4_dp_c1", 90),
+    ("f16_g128_m64_n256k256_w4x1_p3_hybrid_c1", 90),
+]
+
+
+@pytest.mark.parametrize("spec, most", HOPPER_SASS, ids=[spec for spec, _ in HOPPER_SASS])
+def test_what_the_compiler_makes_of_hopper_kernels(spec: str, most: int, tmp_path) -> None:
+    v = Variant.parse(f"w4a16_hopper_sparse_{spec}")
+    sass = test_ampere_sass.disassembled(v, "sm_90a", tmp_path)
+    pieces = (v.n_sm // v.warps_n // 64) * (v.k_sm // 128)
+    products = sass.select("HGMMA")
+    wanted = f"HGMMA.SP.64x{v.m_tile}x32.F32" + (".BF16" if v.dtype == "bf16" else "")
+    assert Counter(i.split()[0] for i in products) == {wanted: 4 * pieces}
+    assert all(re.search(r", R\d+, 0x0(, gsb0)?$", i) for i in products), "selector 0"
+    assert overwritten(sass.text) == []
+    addresses = [a for a, i in sass.lines if i.startswith("HGMMA")]
+    loop = [i for a, i in sass.lines if addresses[0] <= a <= addresses[-1]]
+    assert len(loop) <= most * pieces
+    assert not any(i.startswith(("LDL", "STL")) for i in loop)
+    # Codes and places of a piece are a 16-byte load each; the first of a run comes before the loop.
+    # Reductions between warpgroups and CTAs read with LDS.128 too.
+    wide = [i for i in sass.select("LDS") if i.startswith("LDS.128")]
+    assert len(wide) >= 2 * (pieces + 1)
+    if v.warps_k == 1 and v.split == 1:
+        assert len(wide) == 2 * (pieces + 1)
