@@ -197,7 +197,7 @@ HOPPER_SPARSE = (
     Row("m32_n256k256_w4x1_p5_hybrid_c1", SPARSE_ALL, "wide N, every format", TILE_LOOP_SPILL),
     Row("m32_n128k256_w2x2_p6_dp_c1", SYM128, "17-32, two k groups, tiles just under a wave"),
     Row("m32_n128k256_w2x2_p6_split2_c1", SYM128, "17-32, medium N: a cluster splits K"),
-    Row("m32_n64k256_w1x4_p8_split2_c1", SYM128, "few columns: a cluster splits K"),
+    Row("m32_n64k256_w1x4_p8_split2_c1", SYM128, "few columns", TILE_LOOP_SPILL),
     Row("m32_n64k256_w1x4_p8_dp_c1", SYM128, "17-32, one 64-wide tile a SM"),
     # batch 33..64
     Row("m48_n256k256_w4x1_p4_hybrid_c1", SYM128, "33-48, wide N", TILE_LOOP_SPILL),
