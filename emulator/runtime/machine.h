@@ -68,12 +68,13 @@ struct BankAccess {  // one shared memory instruction of a warp, collected lane 
 };
 
 struct WgmmaOperation {
-  bool bf16, sparse;
+  bool bf16, sparse, accumulate;
   int n;
   uint64_t descriptor;
   float* d[kWarpSize];
   const uint32_t* a[kWarpSize];
   uint32_t a_copy[kWarpSize][4], places[kWarpSize];  // places: sparse only
+  const uint32_t* places_at[kWarpSize];
   Site site;
 };
 
@@ -122,6 +123,7 @@ struct WaitList {
 struct ThreadBarrier {  // __syncthreads and bar.sync
   int expected = 0, arrived = 0;
   WaitList waiters;
+  Clock arrivals;  // what those who only arrive had done
 };
 
 struct MBarrier {

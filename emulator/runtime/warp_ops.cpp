@@ -105,17 +105,18 @@ void run_movmatrix(Warp& warp) {
 void run_elect(Warp&) {}
 void run_barrier(Warp&) {}
 
-void run_block_sync(ThreadBarrier& barrier) {
-  // Everything that any participant did is ordered before everything that any of them does next.
+void run_block_sync(ThreadBarrier& barrier, bool with_current) {
+  // Everything that any participant did is ordered before everything that those who wait do next.
   std::vector<Warp*> warps;
   const auto add = [&](Warp* w) {
     for (Warp* other : warps)
       if (other == w) return;
     warps.push_back(w);
   };
-  add(current().warp);
+  if (with_current) add(current().warp);
   for (Lane* lane : barrier.waiters.lanes) add(lane->warp);
   Clock all;
+  std::swap(all, barrier.arrivals);
   for (Warp* w : warps) join(all, w->clock);
   for (Warp* w : warps) {
     w->clock = all;
@@ -124,21 +125,33 @@ void run_block_sync(ThreadBarrier& barrier) {
   }
 }
 
-void barrier_sync(int id, int threads) {
+void barrier_take_part(int id, int threads, bool wait) {
   converge(run_barrier);  // bar.sync is aligned: all lanes of a warp take part together
   Block& block = *current().warp->block;
   ThreadBarrier& barrier = block.barriers[id];
   if (barrier.arrived && barrier.expected != threads)
     fail("divergence", "barrier %d is used with %d threads here and with %d by those who wait", id, threads, barrier.expected);
   barrier.expected = threads;
+  if (!wait) {
+    Warp& warp = *current().warp;
+    join(barrier.arrivals, warp.clock);
+    ++warp.clock[warp.agent];
+  }
   if (++barrier.arrived == threads) {
-    run_block_sync(barrier);
+    run_block_sync(barrier, wait);
     ++machine.statistics[kStatBlockSync];
     barrier.arrived = 0;
     wake(barrier.waiters);
-  } else {
+  } else if (wait) {
     block_on(barrier.waiters);
   }
+}
+
+void named_barrier(int id, int threads, bool wait) {
+  if (id < 0 || id >= kNamedBarriers) fail("bounds", "barrier id %d is not in 0..15", id);
+  if (threads <= 0 || threads % kWarpSize || threads > machine.launch->threads)
+    fail("bounds", "%d threads: must be a multiple of 32 within the block's %d", threads, machine.launch->threads);
+  barrier_take_part(id, threads, wait);
 }
 
 }  // namespace
@@ -150,15 +163,17 @@ extern "C" {
 
 void emu_block_sync() {
   EMU_ENTER("block_sync", 0, 0);
-  barrier_sync(0, machine.launch->threads);
+  barrier_take_part(0, machine.launch->threads, true);
 }
 
 void emu_named_barrier_sync(int id, int threads) {
   EMU_ENTER("named_barrier_sync", id, threads);
-  if (id < 0 || id >= kNamedBarriers) fail("bounds", "barrier id %d is not in 0..15", id);
-  if (threads <= 0 || threads % kWarpSize || threads > machine.launch->threads)
-    fail("bounds", "%d threads: must be a multiple of 32 within the block's %d", threads, machine.launch->threads);
-  barrier_sync(id, threads);
+  named_barrier(id, threads, true);
+}
+
+void emu_named_barrier_arrive(int id, int threads) {
+  EMU_ENTER("named_barrier_arrive", id, threads);
+  named_barrier(id, threads, false);
 }
 
 void emu_warp_sync() {

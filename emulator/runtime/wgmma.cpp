@@ -69,11 +69,15 @@ void check_poison(const WgmmaOperation& op) {
 // Takes the accumulators out of the registers, unless an earlier wgmma in flight already did.
 void take_accumulators(Warp& warp, const WgmmaOperation& op) {
   WgmmaAccumulator& held = warp.wgmma_held[op.d[0]];
-  if (held.users++ > 0) return check_poison(op);
+  if (held.users++ > 0) {
+    if (!op.accumulate) fail("race", "wgmma %s replaces a sum that another one in flight adds to", site_text(op.site).c_str());
+    return check_poison(op);
+  }
   const size_t count = static_cast<size_t>(op.n) / 2;
   held.values.resize(kWarpSize * count);
   for (int l = 0; l < kWarpSize; ++l) {
-    std::memcpy(&held.values[static_cast<size_t>(l) * count], op.d[l], count * 4);
+    if (op.accumulate) std::memcpy(&held.values[static_cast<size_t>(l) * count], op.d[l], count * 4);
+    else std::fill_n(&held.values[static_cast<size_t>(l) * count], count, 0.f);
     for (size_t i = 0; i < count; ++i) std::memcpy(op.d[l] + i, &kPoison, 4);
   }
 }
@@ -112,7 +116,7 @@ void check_registers(Warp& warp, const WgmmaOperation& op) {
 
 void compare_with_warpgroup(Warp& warp, const WgmmaOperation& op) {
   const uint64_t key = static_cast<uint64_t>(warp.index / 4) << 48 | warp.wgmma_issued++;
-  const uint64_t what = op.descriptor * 1099511628211ull + static_cast<uint64_t>(op.n) * 4 + op.sparse * 2 + op.bf16;
+  const uint64_t what = op.descriptor * 1099511628211ull + static_cast<uint64_t>(op.n) * 8 + op.accumulate * 4 + op.sparse * 2 + op.bf16;
   const auto [entry, fresh] = warp.block->wgmma_stream.try_emplace(key, what);
   if (!fresh && entry->second != what) fail("wgmma", "the warps of warpgroup %d issue different operations", warp.index / 4);
 }
@@ -136,7 +140,8 @@ void run_issue(Warp& warp) {
   WgmmaOperation op;
   op.bf16 = warp.lane[0].activity.second & 1;
   op.sparse = warp.lane[0].activity.second & 2;
-  op.n = static_cast<int>(warp.lane[0].activity.second >> 2);
+  op.accumulate = warp.lane[0].activity.second & 4;
+  op.n = static_cast<int>(warp.lane[0].activity.second >> 3);
   op.descriptor = first.value;
   op.site = current().activity.site;
   for (int l = 0; l < kWarpSize; ++l) {
@@ -144,7 +149,8 @@ void run_issue(Warp& warp) {
     if (o.value != op.descriptor) fail("divergence", "lanes 0 and %d give different descriptors", l);
     op.d[l] = static_cast<float*>(o.out);
     op.a[l] = static_cast<const uint32_t*>(o.in[0]);
-    op.places[l] = op.sparse ? *static_cast<const uint32_t*>(o.in[1]) : 0;
+    op.places_at[l] = static_cast<const uint32_t*>(o.in[1]);
+    op.places[l] = op.sparse ? *op.places_at[l] : 0;
     std::memcpy(op.a_copy[l], op.a[l], 16);
   }
   if (!warp.wgmma_fenced) fail("wgmma", "no wgmma_fence between the last commit and this wgmma with operands in registers");
@@ -203,9 +209,12 @@ void compute(Warp& warp, const WgmmaOperation& op) {
 }
 
 void finish(Warp& warp, const WgmmaOperation& op) {
-  for (int l = 0; l < kWarpSize; ++l)
+  for (int l = 0; l < kWarpSize; ++l) {
     if (std::memcmp(op.a[l], op.a_copy[l], 16))
       fail("race", "lane %d changed A registers of wgmma %s before wgmma_wait", l, site_text(op.site).c_str());
+    if (op.sparse && *op.places_at[l] != op.places[l])
+      fail("race", "lane %d changed the places of wgmma %s before wgmma_wait", l, site_text(op.site).c_str());
+  }
   check_operand(warp, op, true);
   compute(warp, op);
   return_accumulators(warp, op);
@@ -275,14 +284,14 @@ void emu_wgmma_wait(int pending) {
   converge(run_wait);
 }
 
-void emu_wgmma_m64k16(bool bf16, int n, float* d, const uint32_t* a, uint64_t b) {
-  EMU_ENTER("wgmma_m64k16", 0, n * 4 + bf16);
+void emu_wgmma_m64k16(bool bf16, int n, float* d, const uint32_t* a, uint64_t b, int accumulate) {
+  EMU_ENTER("wgmma_m64k16", 0, n * 8 + (accumulate != 0) * 4 + bf16);
   issue(n, d, a, nullptr, b);
 }
 
-void emu_wgmma_sparse_m64k32(bool bf16, int n, float* d, const uint32_t* a, uint32_t places, uint64_t b) {
-  EMU_ENTER("wgmma_sparse_m64k32", 0, n * 4 + 2 + bf16);
-  issue(n, d, a, &places, b);
+void emu_wgmma_sparse_m64k32(bool bf16, int n, float* d, const uint32_t* a, const uint32_t* places, uint64_t b, int accumulate) {
+  EMU_ENTER("wgmma_sparse_m64k32", 0, n * 8 + (accumulate != 0) * 4 + 2 + bf16);
+  issue(n, d, a, places, b);
 }
 
 }  // extern "C"

@@ -14,6 +14,7 @@ extern EmuThread* emu_thread;  // the CUDA thread that runs now
 // ---- threads and warps
 void emu_block_sync();
 void emu_named_barrier_sync(int id, int threads);
+void emu_named_barrier_arrive(int id, int threads);
 void emu_warp_sync();
 uint32_t emu_shuffle(uint32_t x, int lane);
 uint32_t emu_shuffle_xor(uint32_t x, int mask);
@@ -73,7 +74,7 @@ void emu_tensor_load_3d(uint32_t dst, const EmuTensorMap* map, int x, int y, int
 void emu_wgmma_fence();
 void emu_wgmma_commit();
 void emu_wgmma_wait(int pending);
-void emu_wgmma_m64k16(bool bf16, int n, float* d, const uint32_t* a, uint64_t b);
+void emu_wgmma_m64k16(bool bf16, int n, float* d, const uint32_t* a, uint64_t b, int accumulate);
 
 // ---- clusters, register pools, programmatic dependent launch
 uint32_t emu_cluster_rank();

@@ -34,8 +34,11 @@ template <class E> MC_DEVICE void load_column_bias(const GemmParams& p, int atom
   }
 }
 
+// How a lane stores its four neighbouring columns: as GemmParams::vector_store says, or as its caller has found out.
+enum class Store { kEither, kVectors, kElements };
+
 // Sums d of 16 columns x 8 activation rows (an m16n8 accumulator) to C rows row0 .. row0 + 7, but not to rows below `first`.
-template <class E>
+template <class E, Store kStore = Store::kEither>
 MC_DEVICE void store_atom(const GemmParams& p, const float* d, const ColumnFactors& f, int row0, int atom_column, int lane,
                           int first = 0) {
   // A transpose gives each lane one row and four neighbouring columns: 8 bytes, four lanes a 32-byte sector.
@@ -45,7 +48,7 @@ MC_DEVICE void store_atom(const GemmParams& p, const float* d, const ColumnFacto
   const int row = row0 + (lane >> 2), column = atom_column + (lane & 3) * 4;
   if (static_cast<uint32_t>(row - first) >= static_cast<uint32_t>(p.m - first) || column >= p.n) return;
   uint16_t* out = static_cast<uint16_t*>(p.c) + row * p.ldc + column;
-  if (p.vector_store) {
+  if (kStore == Store::kVectors || (kStore == Store::kEither && p.vector_store)) {
     st_global_u32x2(out, v);
   } else {
     const uint32_t e[4] = {v.x, v.x >> 16, v.y, v.y >> 16};

@@ -18,6 +18,7 @@ struct HopperConfig {
   static constexpr int kSplit = kSplit_, kCtasPerSm = kCtasPerSm_;
   static constexpr int kMulticast = kMulticast_;  // CTAs of a cluster, side by side along N, that load each activation once
   static constexpr bool kCluster = kDecomposition == Decomposition::kSplitK;
+  static constexpr bool kInCluster = kCluster || kMulticast > 1;
   static constexpr bool kSparse = kSparse_;  // 2:4-sparse weights: half of the codes, and their places
 
   static constexpr int kColumnBlocks = kNSm / kBlockColumns;             // packed blocks across the tile

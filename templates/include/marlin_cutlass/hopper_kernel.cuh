@@ -11,22 +11,21 @@
 
 namespace marlin_cutlass {
 
-template <class C> MC_DEVICE void setup_barriers(smem_addr_t base, uint32_t rank) {
-  if (thread_index() == C::kConsumerThreads) {
-    if (base & 1023u) trap();  // the swizzle is a function of the address
-    for (int s = 0; s < C::kStages; ++s) {
-      mbarrier_init(C::full(base, s), 2);                       // weights and activations
-      mbarrier_init(C::empty(base, s), 4 * C::kWarpgroupsN);    // the warps of one k group
-    }
-    if constexpr (C::kCluster)
-      for (int w = 0; w < C::kWarpgroupsN; ++w) mbarrier_init(C::received(base, w), 1);
-    if constexpr (C::kMulticast > 1)
-      for (int s = 0; s < C::kStages; ++s) mbarrier_init(C::cluster_empty(base, s), C::kMulticast);
-    mbarrier_init_fence();
-    if constexpr (C::kCluster) arm_receive_barriers<C>(base, rank);
+constexpr int kBarriersReady = 8;  // named barrier: the mbarriers may be used
+
+// By one thread.
+template <class C> MC_DEVICE void initialise_barriers(smem_addr_t base, uint32_t rank) {
+  if (base & 1023u) trap();  // the swizzle is a function of the address
+  for (int s = 0; s < C::kStages; ++s) {
+    mbarrier_init(C::full(base, s), 2);                       // weights and activations
+    mbarrier_init(C::empty(base, s), 4 * C::kWarpgroupsN);    // the warps of one k group
   }
-  if constexpr (C::kCluster || C::kMulticast > 1) cluster_arrive();
-  block_sync();
+  if constexpr (C::kCluster)
+    for (int w = 0; w < C::kWarpgroupsN; ++w) mbarrier_init(C::received(base, w), 1);
+  if constexpr (C::kMulticast > 1)
+    for (int s = 0; s < C::kStages; ++s) mbarrier_init(C::cluster_empty(base, s), C::kMulticast);
+  mbarrier_init_fence();
+  if constexpr (C::kCluster) arm_receive_barriers<C>(base, rank);
 }
 
 // Stages of a run of `steps` that starts at ring stage `first` and belong to k group `group`.
@@ -42,14 +41,20 @@ template <class C> MC_DEVICE int atom_column(int first_block, int warpgroup_n, i
 }
 
 // Row block `r` of row tile `m`.
-template <class C>
-MC_DEVICE void store_rows(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int m, int column, uint32_t rank) {
+template <class C, Store kStore>
+MC_DEVICE void store_rows_as(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int m, int column, uint32_t rank) {
   const int lane = lane_index(), row = C::first_row(p, m);
-  load_column_bias<typename C::Element>(p, column, lane, f);
 #pragma unroll
   for (int i = 0; i < C::kMTile / 8; ++i)
     if (owns_chunk<C>(r * (C::kMTile / 8) + i, rank))
-      store_atom<typename C::Element>(p, &loop.acc[r][4 * i], f, row + 8 * i, column, lane, m * C::kMTile);
+      store_atom<typename C::Element, kStore>(p, &loop.acc[r][4 * i], f, row + 8 * i, column, lane, m * C::kMTile);
+}
+// One path for each kind of store: what runs is half as long, and comes from instruction memory cold.
+template <class C>
+MC_DEVICE void store_rows(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int m, int column, uint32_t rank) {
+  load_column_bias<typename C::Element>(p, column, lane_index(), f);
+  if (p.vector_store) store_rows_as<C, Store::kVectors>(p, loop, f, r, m, column, rank);
+  else store_rows_as<C, Store::kElements>(p, loop, f, r, m, column, rank);
 }
 
 template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_addr_t base, Loop work, uint32_t rank) {
@@ -116,37 +121,60 @@ template <class C> MC_DEVICE void consume_hybrid(const GemmParams& p, smem_addr_
   }
 }
 
+template <class C> MC_DEVICE typename C::Work work_of(const GemmParams& p, uint32_t rank) {
+  return typename C::Work(p, block_index(), static_cast<int>(rank));
+}
+
+// The warp that streams weights makes the barriers and goes on at once: its copies are the first thing that the launch can wait for.
+template <class C> MC_DEVICE void weights_warp(const GemmParams& p, smem_addr_t base, uint32_t rank) {
+  const bool leader = elect_one();
+  if (leader) initialise_barriers<C>(base, rank);
+  warp_sync();
+  if constexpr (C::kInCluster) cluster_arrive();
+  named_barrier_arrive(kBarriersReady, C::kThreads);
+  if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
+  if (leader) {
+    if constexpr (C::kDecomposition == Decomposition::kHybrid) produce_weights_hybrid<C>(p, base);
+    else produce_weights<C>(p, base, work_of<C>(p, rank));
+  }
+  warp_sync();
+  if constexpr (C::kInCluster) cluster_wait_unaligned();
+}
+
+template <class C> MC_DEVICE void activations_warp(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, uint32_t rank) {
+  if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
+  if constexpr (C::kMulticast > 1) cluster_wait_unaligned();  // the other CTAs' barriers exist
+  if (elect_one()) {
+    if constexpr (C::kDecomposition == Decomposition::kHybrid) produce_activations_hybrid<C>(p, map_a, base);
+    else produce_activations<C>(p, map_a, base, work_of<C>(p, rank));
+  }
+  warp_sync();
+  if constexpr (C::kCluster) cluster_wait_unaligned();
+}
+
+// A producer warpgroup has four warps, since only whole warpgroups can give registers away.
+template <class C> MC_DEVICE void idle_warp() {
+  if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
+  if constexpr (C::kInCluster) cluster_wait_unaligned();
+}
+
 template <class C> MC_DEVICE void hopper_gemm(const TensorMap& map_a, const GemmParams& p) {
+  constexpr int kWeightsWarp = C::kConsumerThreads / 32;
   const smem_addr_t base = smem_base();
   const uint32_t rank = C::kCluster ? cluster_rank() : 0u;
   const int warp = warp_index();
   launch_dependents();
+  if (warp == kWeightsWarp) return weights_warp<C>(p, base, rank);
   if (thread_index() == C::kConsumerThreads + 32) tensor_map_prefetch(&map_a);
-  setup_barriers<C>(base, rank);
-  constexpr bool kHybrid = C::kDecomposition == Decomposition::kHybrid;
-  const typename C::Work work(p, block_index(), static_cast<int>(rank));
-  if (warp >= C::kConsumerThreads / 32) {
-    if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
-    if (warp == C::kConsumerThreads / 32) {
-      if (elect_one()) {
-        if constexpr (kHybrid) produce_weights_hybrid<C>(p, base);
-        else produce_weights<C>(p, base, work);
-      }
-    } else if (warp == C::kConsumerThreads / 32 + 1) {
-      if constexpr (C::kMulticast > 1) cluster_wait_unaligned();  // the other CTAs' barriers exist
-      if (elect_one()) {
-        if constexpr (kHybrid) produce_activations_hybrid<C>(p, map_a, base);
-        else produce_activations<C>(p, map_a, base, work);
-      }
-    }
-    warp_sync();
-    if (C::kCluster || (C::kMulticast > 1 && warp != C::kConsumerThreads / 32 + 1)) cluster_wait_unaligned();
-  } else {
-    if constexpr (C::kMoveRegisters) registers_increase<C::kConsumerRegisters>();
-    if constexpr (C::kMulticast > 1) cluster_wait();
-    if constexpr (kHybrid) consume_hybrid<C>(p, base);
-    else consume<C>(p, base, work, rank);
-  }
+  warp_sync();
+  if constexpr (C::kInCluster) cluster_arrive();
+  named_barrier_sync(kBarriersReady, C::kThreads);
+  if (warp == kWeightsWarp + 1) return activations_warp<C>(p, map_a, base, rank);
+  if (warp > kWeightsWarp) return idle_warp<C>();
+  if constexpr (C::kMoveRegisters) registers_increase<C::kConsumerRegisters>();
+  if constexpr (C::kMulticast > 1) cluster_wait();
+  if constexpr (C::kDecomposition == Decomposition::kHybrid) consume_hybrid<C>(p, base);
+  else consume<C>(p, base, work_of<C>(p, rank), rank);
 }
 
 }  // namespace marlin_cutlass

@@ -29,23 +29,30 @@ template <class C> struct HopperMainloop {
     ring_.stage = warpgroup_k;
   }
 
-  // Sums `steps` stages of this warpgroup into acc.
+  // The sum of `steps` stages of this warpgroup in acc. The first product replaces what is there: clearing it first would cost 64 or 128
+  // instructions, fetched cold, while data waits.
   MC_DEVICE void run(int steps) {
+    if (steps <= 0) return clear();
 #pragma unroll
     for (int r = 0; r < C::kRowBlocks; ++r)
 #pragma unroll
-      for (int i = 0; i < C::kMTile / 2; ++i) acc[r][i] = 0.f;
-    if (steps > 0) {
-      mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
-      load_quad<0>(ring_.stage);
-    }
-    for (int left = steps; left > 0; --left) stage(left > 1);
+      for (int i = 0; i < C::kMTile / 2; ++i) wgmma_undefined(acc[r][i]);
+    mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
+    load_quad<0>(ring_.stage);
+    for (int left = steps; left > 0; --left) stage(left > 1, C::kLookahead ? held_ >= 0 : left < steps);
     wgmma_wait<0>();
 #pragma unroll
     for (int r = 0; r < C::kRowBlocks; ++r)
 #pragma unroll
       for (int i = 0; i < C::kMTile / 2; ++i) wgmma_pin(acc[r][i]);
     release_held();
+  }
+
+  MC_DEVICE void clear() {
+#pragma unroll
+    for (int r = 0; r < C::kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < C::kMTile / 2; ++i) acc[r][i] = 0.f;
   }
 
   // Leaves out `steps` stages, for which the producer has arrived.
@@ -82,14 +89,14 @@ template <class C> struct HopperMainloop {
     }
   }
 
-  template <int kQuad> MC_DEVICE void quads(int stage, bool more) {
+  template <int kQuad> MC_DEVICE void quads(int stage, bool more, bool accumulate) {
     if constexpr (kQuad < kQuads) {
-      quad<kQuad>(stage, more);
-      quads<kQuad + 1>(stage, more);
+      quad<kQuad>(stage, more, accumulate);
+      quads<kQuad + 1>(stage, more, accumulate);
     }
   }
 
-  template <int kQuad> MC_DEVICE void quad(int stage, bool more) {
+  template <int kQuad> MC_DEVICE void quad(int stage, bool more, bool accumulate) {
     constexpr int kDepth = kQuad / (kHalves * C::kRowBlocks), kRow = kQuad / kHalves % C::kRowBlocks, kHalf = kQuad % kHalves;
     const U32x4 codes = codes_next_;
     if constexpr (kHalf == 0 || C::kGroupSize == 64 || C::kGroupSize == 32) {
@@ -118,7 +125,7 @@ template <class C> struct HopperMainloop {
 #pragma unroll
       for (int s = 0; s < kBatch; ++s) {
         const int step = b * kBatch + s;
-        multiply(acc[kRow], &fragments[4 * s], places_[(kBuffer + b) % 2][s], descriptor, step);
+        multiply(acc[kRow], &fragments[4 * s], places_[(kBuffer + b) % 2][s], descriptor, step, kDepth == 0 && kHalf == 0 && step == 0 ? accumulate : 1);
       }
       wgmma_commit();
       if (b == 4 / kBatch - 1) {
@@ -130,10 +137,10 @@ template <class C> struct HopperMainloop {
   }
 
   // Step `step` of the quad whose activations begin at `descriptor`.
-  MC_DEVICE static void multiply(float (&sums)[C::kMTile / 2], const uint32_t* fragment, uint32_t places, uint64_t descriptor, int step) {
+  MC_DEVICE static void multiply(float (&sums)[C::kMTile / 2], const uint32_t* fragment, const uint32_t& places, uint64_t descriptor, int step, int accumulate) {
     using E = typename C::Element;
-    if constexpr (C::kSparse) wgmma_sparse_m64k32<E, C::kMTile>(sums, fragment, places, descriptor + (step / 2 * kSliceUnits + step % 2 * 4));
-    else wgmma_m64k16<E, C::kMTile>(sums, fragment, descriptor + 2 * step);
+    if constexpr (C::kSparse) wgmma_sparse_m64k32<E, C::kMTile>(sums, fragment, places, descriptor + (step / 2 * kSliceUnits + step % 2 * 4), accumulate);
+    else wgmma_m64k16<E, C::kMTile>(sums, fragment, descriptor + 2 * step, accumulate);
   }
 
   MC_DEVICE void prefetch_next_stage(bool more) {
@@ -144,9 +151,9 @@ template <class C> struct HopperMainloop {
     load_quad<0>(next.stage);
   }
 
-  MC_DEVICE void stage(bool more) {
+  MC_DEVICE void stage(bool more, bool accumulate) {
     const int current = ring_.stage;
-    quads<0>(current, more);
+    quads<0>(current, more, accumulate);
     ring_.advance(C::kWarpgroupsK);
     if constexpr (C::kLookahead) {
       held_ = current;

@@ -88,14 +88,13 @@ MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, 
 template <class C> MC_DEVICE void produce_weights_hybrid(const GemmParams& p, smem_addr_t base) {
   const uint64_t policy = evict_first_policy();
   RingPosition<C::kStages> ring;
-  int issued = 0;
 #pragma unroll 1
   for (int index = 0; index < typename C::Hybrid{p}.passes(); ++index) {
     const HybridPass pass = typename C::Hybrid{p}.pass(block_index(), index);
     int step = pass.start;
 #pragma unroll 1
     for (int j = 0; j < pass.steps; ++j) {
-      if (issued++ == C::kStages) wait_for_previous_grid();
+      if (ring.stage == 0 && ring.phase == 1) wait_for_previous_grid();  // cheap once that grid has ended
       const smem_addr_t full = C::full(base, ring.stage), empty = C::empty(base, ring.stage);
       mbarrier_wait(empty, ring.phase ^ 1);
       const int blocks = pass.whole + (j < pass.length0 + pass.length1);

@@ -95,6 +95,8 @@ MC_DEVICE void tensor_load_3d_multicast(smem_addr_t dst, const TensorMap* map, i
 MC_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MC_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending> MC_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+// x has no value yet: the first wgmma of a sum replaces it (accumulate = 0).
+MC_DEVICE void wgmma_undefined(float& x) { asm volatile("" : "=f"(x)); }
 // Tells the compiler that an asynchronous wgmma may still write x.
 MC_DEVICE void wgmma_pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
@@ -125,12 +127,12 @@ template <int kCount, int... kIndex> struct MakeIndices : MakeIndices<kCount - 1
 template <int... kIndex> struct MakeIndices<0, kIndex...> { using type = Indices<kIndex...>; };
 
 template <class Atom, int kCount, int... kIndex>
-MC_DEVICE void wgmma_expand(float (&d)[kCount], const uint32_t* a, uint64_t b, Indices<kIndex...>) {
-  Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]...);
+MC_DEVICE void wgmma_expand(float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate, Indices<kIndex...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., static_cast<cute::SM90::GMMA::ScaleOut>(accumulate));
 }
-// d[64 x kN] += a[64 x 16] (registers, one row fragment per warp) * b[16 x kN] (shared memory).
-template <class E, int kN> MC_DEVICE void wgmma_m64k16(float (&d)[kN / 2], const uint32_t* a, uint64_t b) {
-  wgmma_expand<typename WgmmaAtom<E, kN>::type>(d, a, b, typename MakeIndices<kN / 2>::type{});
+// d[64 x kN] += a[64 x 16] (registers, one row fragment per warp) * b[16 x kN] (shared memory). With accumulate = 0 the product replaces d.
+template <class E, int kN> MC_DEVICE void wgmma_m64k16(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate = 1) {
+  wgmma_expand<typename WgmmaAtom<E, kN>::type>(d, a, b, accumulate, typename MakeIndices<kN / 2>::type{});
 }
 
 // A zero that no compiler can see: grids are one-dimensional.
@@ -140,6 +142,11 @@ MC_DEVICE uint32_t copy_of(uint32_t x, uint32_t zero) {
   uint32_t copy;
   asm volatile("xor.b32 %0, %1, %2;" : "=r"(copy) : "r"(x), "r"(zero));
   return copy;
+}
+
+// Counts this warp in for barrier `id`, for those who named_barrier_sync: what it wrote is visible behind that.
+MC_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- roles and clusters -----------------------------------------------------------------------------------------
@@ -185,6 +192,6 @@ namespace marlin_cutlass {
 // As wgmma_m64k16 for a 64 x 32 operand of which two of each four are kept: those as a 64 x 16 matrix in `a`; b[32 x kN], for which a step adds 4
 // to the descriptor. places: each warp's, as mma_sparse_m16n8k32 takes them with selector 0; their register must not change before the wgmma has finished. Defined in
 // prims_hopper_sparse.cuh, which only sparse kernels include: it brings another 80,000 lines.
-template <class E, int kN> MC_DEVICE void wgmma_sparse_m64k32(float (&d)[kN / 2], const uint32_t* a, uint32_t places, uint64_t b);
+template <class E, int kN> MC_DEVICE void wgmma_sparse_m64k32(float (&d)[kN / 2], const uint32_t* a, const uint32_t& places, uint64_t b, int accumulate);
 
 }  // namespace marlin_cutlass

@@ -40,17 +40,19 @@ MC_DEVICE void tensor_load_3d_multicast(smem_addr_t dst, const TensorMap* map, i
 MC_DEVICE void wgmma_fence() { emu_wgmma_fence(); }
 MC_DEVICE void wgmma_commit() { emu_wgmma_commit(); }
 template <int kPending> MC_DEVICE void wgmma_wait() { emu_wgmma_wait(kPending); }
+MC_DEVICE void wgmma_undefined(float& x) { x = __builtin_nanf(""); }
 MC_DEVICE void wgmma_pin(float& x) { asm volatile("" : "+m"(x)::"memory"); }
 
 constexpr uint32_t kDescriptorHigh = 0x40000040u;  // stride offset 64 (x16 bytes), swizzle mode 1 = 128 bytes
 MC_DEVICE uint32_t descriptor_low(smem_addr_t addr) { return (1u << 16) | ((addr & 0x3ffffu) >> 4); }
 MC_DEVICE uint64_t make_descriptor(uint32_t low) { return (static_cast<uint64_t>(kDescriptorHigh) << 32) | low; }
 
-template <class E, int kN> MC_DEVICE void wgmma_m64k16(float (&d)[kN / 2], const uint32_t* a, uint64_t b) {
-  emu_wgmma_m64k16(IsBf16<E>::value, kN, d, a, b);
+template <class E, int kN> MC_DEVICE void wgmma_m64k16(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate = 1) {
+  emu_wgmma_m64k16(IsBf16<E>::value, kN, d, a, b, accumulate);
 }
 
 // ---- roles and clusters -----------------------------------------------------------------------------------------
+MC_DEVICE void named_barrier_arrive(int id, int threads) { emu_named_barrier_arrive(id, threads); }
 MC_DEVICE uint32_t opaque_zero() { return 0; }
 MC_DEVICE uint32_t copy_of(uint32_t x, uint32_t zero) { return x ^ zero; }
 MC_DEVICE bool elect_one() { return emu_elect_one(); }

@@ -19,12 +19,12 @@ MC_WGMMA_ATOM(96) MC_WGMMA_ATOM(128) MC_WGMMA_ATOM(192) MC_WGMMA_ATOM(256)
 #undef MC_WGMMA_ATOM
 
 template <class Atom, int kCount, int... kIndex>
-MC_DEVICE void wgmma_sparse_expand(float (&d)[kCount], const uint32_t* a, uint32_t places, uint64_t b, Indices<kIndex...>) {
-  Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., places);
+MC_DEVICE void wgmma_sparse_expand(float (&d)[kCount], const uint32_t* a, uint32_t places, uint64_t b, int accumulate, Indices<kIndex...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., places, static_cast<cute::SM90::GMMA::ScaleOut>(accumulate));
 }
 template <class E, int kN>
-MC_DEVICE void wgmma_sparse_m64k32(float (&d)[kN / 2], const uint32_t* a, uint32_t places, uint64_t b) {
-  wgmma_sparse_expand<typename WgmmaSparseAtom<E, kN>::type>(d, a, places, b, typename MakeIndices<kN / 2>::type{});
+MC_DEVICE void wgmma_sparse_m64k32(float (&d)[kN / 2], const uint32_t* a, const uint32_t& places, uint64_t b, int accumulate) {
+  wgmma_sparse_expand<typename WgmmaSparseAtom<E, kN>::type>(d, a, places, b, accumulate, typename MakeIndices<kN / 2>::type{});
 }
 
 }  // namespace marlin_cutlass
