@@ -118,3 +118,31 @@ def unpack_fields(words: Tensor, across: bool, order: Sequence[int]) -> Tensor |
         _threads(out.numel()),
     )
     return out
+
+
+def better_codes(
+    hessian: Tensor,
+    output: Tensor,
+    gradient: Tensor,
+    steps: Tensor,
+    scales: Tensor,
+    low: Tensor,
+    high: Tensor,
+    free: Tensor | None,
+    change: Tensor,
+    spread: Tensor,
+) -> None:
+    """`mc_better_codes` (csrc/host_pack.cc) on contiguous float32 CPU tensors; `free` is uint8.
+
+    Raises LibraryError where the library cannot be built: torch has nothing of the kind.
+    """
+    library = load(build=True)
+    if library is None:
+        raise LibraryError("no C++ compiler, or no folder for what it makes: see $CXX")
+    rows, n = steps.shape
+    tensors = (hessian, output, gradient, steps, scales, low, high, free, change, spread)
+    library.mc_better_codes(
+        ctypes.c_int64(rows),
+        ctypes.c_int64(n),
+        *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors),
+    )

@@ -1,6 +1,8 @@
-// Packing on the host: codes into the words of layout.py, and 4-bit fields of checkpoints into codes.
+// Packing on the host: codes into the words of layout.py, and 4-bit fields of checkpoints into codes; and the inner loop
+// of quantize/refine.py where columns are coupled.
 // A library of its own, without torch and without CUDA: plain loops over bytes, which the compiler turns into vector code.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <system_error>
@@ -86,6 +88,11 @@ MC_CLONES void unpack_across(const uint32_t* words, int64_t count, const int32_t
   }
 }
 
+// a[i] += factor * b[i].
+MC_CLONES void add_scaled(float* a, const float* b, float factor, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) a[i] += factor * b[i];
+}
+
 // run(first, last) on parts of 0..count - 1, in up to `threads` threads; fewer where the system has no more.
 template <class Run>
 void in_parts(int64_t count, int threads, const Run& run) {
@@ -130,4 +137,31 @@ MC_EXPORT void mc_unpack_fields(const uint32_t* words, int64_t rows, int64_t col
       across ? unpack_across(from, columns, order, to) : unpack_along(from, columns, order, to);
     }
   });
+}
+
+// Coordinate descent, code by code, on `rows` rows of steps [rows, n] for tr(R^T H R O): hessian H [rows, rows], output O [n, n],
+// gradient = (H R O) of these rows and `change`, `spread` = 0 on entry. A step changes, within low..high of its column, where it
+// is free (null: everywhere). On return `change` [rows, n] is that of the weights, spread = change O.
+MC_EXPORT void mc_better_codes(int64_t rows, int64_t n, const float* hessian, const float* output, float* gradient, float* steps,
+                               const float* scales, const float* low, const float* high, const uint8_t* free, float* change,
+                               float* spread) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const float curvature = hessian[i * rows + i];
+    float *step = steps + i * n, *slope = gradient + i * n, *moved = spread + i * n;
+    bool any = false;
+    for (int64_t c = 0; c < n; ++c) {
+      const float scale = scales[c];
+      if (scale == 0 || (free && !free[i * n + c])) continue;
+      const float best = step[c] + (slope[c] / curvature - moved[c]) / output[c * n + c] / scale;
+      const float rounded = std::min(std::max(std::nearbyint(best), low[c]), high[c]);
+      if (rounded == step[c]) continue;
+      const float by = (rounded - step[c]) * scale;
+      step[c] = rounded;
+      change[i * n + c] = by;
+      add_scaled(moved, output + c * n, by, n);
+      any = true;
+    }
+    if (!any) continue;
+    for (int64_t j = i + 1; j < rows; ++j) add_scaled(gradient + j * n, moved, -hessian[j * rows + i], n);
+  }
 }

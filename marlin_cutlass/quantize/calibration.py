@@ -28,13 +28,13 @@ def normalise_sample(sample) -> tuple[tuple, dict]:
     )
 
 
-def _to_device(value, device):
+def to_device(value, device):
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, (tuple, list)):
-        return type(value)(_to_device(v, device) for v in value)
+        return type(value)(to_device(v, device) for v in value)
     if isinstance(value, dict):
-        return {k: _to_device(v, device) for k, v in value.items()}
+        return {k: to_device(v, device) for k, v in value.items()}
     return value
 
 
@@ -62,7 +62,7 @@ class Calls:
     @torch.no_grad()
     def _call(self, args, kwargs):
         try:
-            return self.run(*_to_device(args, self.device), **_to_device(kwargs, self.device))
+            return self.run(*to_device(args, self.device), **to_device(kwargs, self.device))
         except _StopForwardError:
             return None
 
@@ -86,31 +86,39 @@ class Streams:
 
 
 def collect_moments(
-    streams: Streams, layers: dict[str, nn.Linear], originals: dict[str, nn.Linear] | None = None
+    streams: Streams,
+    layers: dict[str, nn.Linear],
+    originals: dict[str, nn.Linear] | None = None,
+    weights: dict[str, list[torch.Tensor | None]] | None = None,
 ) -> dict[str, Moments]:
     """Moments of the inputs of `layers` over all calls; a forward stops when all were seen.
 
-    originals: the same layers of the original model, whose inputs become the references.
+    originals: the same layers of the original model, whose inputs become the references. weights:
+    by layer, how much each token of each call counts.
     """
     paired = originals is not None
     moments = {n: Moments(m.in_features, m.weight.device, paired) for n, m in layers.items()}
     references: dict[str, torch.Tensor] = {}
 
+    sample = 0
+
     def keep(name, x, _mask):
         references[name] = x
 
     def add(name, x, mask):
+        given = weights[name][sample] if weights and name in weights else None
+        given = _fitting(given, x)
         if not paired:
-            moments[name].add(x, _fitting(mask, x))
+            moments[name].add(x, _fitting(mask, x), weights=given)
         elif name in references and references[name].shape == x.shape:
-            moments[name].add(x, _fitting(mask, x), references[name])
+            moments[name].add(x, _fitting(mask, x), references[name], given)
 
     pairs = (
         zip(streams.calls, streams.original, strict=True)
         if paired
         else ((call, None) for call in streams.calls)
     )
-    for (call, mask), original in pairs:
+    for sample, ((call, mask), original) in enumerate(pairs):  # noqa: B007 - read by add
         if paired:
             references.clear()
             _observe(original[0], originals, keep, mask)
@@ -233,7 +241,7 @@ def capture_block_calls(calls: Calls, block: nn.Module) -> Calls:
     current: dict = {}
 
     def before(_module, args, kwargs):
-        samples.append((_to_device(args, "cpu"), _to_device(kwargs, "cpu"), current["mask"]))
+        samples.append((to_device(args, "cpu"), to_device(kwargs, "cpu"), current["mask"]))
         raise _StopForwardError
 
     handle = block.register_forward_pre_hook(before, with_kwargs=True)

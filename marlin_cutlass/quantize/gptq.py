@@ -128,12 +128,14 @@ def quantize_gptq(
     hessian: torch.Tensor,
     options: GptqOptions,
     mask: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
 ) -> tuple[QuantizedWeight, float]:
     """Quantise `weight` [N, K] for inputs whose second moments are `hessian` float32 [K, K].
 
     mask: with sparsity, bool [N, K] of the values that stay; None chooses them in the sweep, by
     what dropping them would cost, on weights that carry the errors so far. Either way later rows
-    make up for what is dropped, and zeros stay zero.
+    make up for what is dropped, and zeros stay zero. output: float32 [N, N], what `refine` couples
+    the columns by.
 
     Returns the codes and GPTQ's loss (expected squared output error, summed over outputs, per
     token). Extra memory: about 4 K*K + 5 K*N floats. Errors: ValueError / TypeError.
@@ -164,11 +166,11 @@ def quantize_gptq(
     q, loss = _sweep(w, factor, grids, row_group, size, options, fours)
     del factor, fours, w
     if options.refine:
-        loss = _refined(wanted, damped, q, grids, row_group, options)
+        loss = _refined(wanted, damped, q, grids, row_group, options, output)
     return _assemble(q, grids, order, row_group, options), loss
 
 
-def _refined(wanted, damped, q, grids: _Grids, row_group, options: GptqOptions) -> float:
+def _refined(wanted, damped, q, grids: _Grids, row_group, options, output) -> float:
     """`refine` on q [K, N] and the scales, in place; returns the loss."""
     codes = q
     if options.act_order == "static":  # rows of a group must be neighbours
@@ -183,6 +185,7 @@ def _refined(wanted, damped, q, grids: _Grids, row_group, options: GptqOptions) 
         passes=options.refine,
         scale_dtype=options.scale_dtype,
         keep_zeros=options.sparsity is not None,
+        output=output,
     )
     if codes is not q:
         q[rows] = codes

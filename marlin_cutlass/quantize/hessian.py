@@ -19,34 +19,54 @@ class Moments:
         self.cross = torch.zeros_like(self.matrix) if reference else None  # 2 r x^T
         self.reference_mean = torch.zeros_like(self.mean) if reference else None
         self.tokens = 0
+        self._amount = 0.0  # sum of the tokens' weights
+
+    def _rows_of(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """float32 [tokens, last size] of the tokens that `mask` keeps."""
+        x = x.detach().reshape(-1, x.shape[-1])
+        if mask is not None and mask.numel() == x.shape[0]:
+            x = x[mask.reshape(-1).to(x.device, torch.bool)]
+        return x.to(self.mean.device, torch.float32)
 
     def _rows(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         k = self.mean.numel()
         if x.shape[-1] != k:
             raise ValueError(f"calibration input has {x.shape[-1]} features; k={k} is required")
-        x = x.detach().reshape(-1, k)
-        if mask is not None and mask.numel() == x.shape[0]:
-            x = x[mask.reshape(-1).to(x.device, torch.bool)]
-        x = x.to(self.mean.device, torch.float32)
+        x = self._rows_of(x, mask)
         if not bool(torch.isfinite(x).all()):
             raise ValueError("calibration input holds NaN or infinity")
         return x
 
-    def add(self, x: torch.Tensor, mask: torch.Tensor | None = None, reference=None) -> None:
-        """Add inputs [..., K]; `mask` bool [...] keeps the tokens that are not padding."""
+    def add(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        reference: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        """Add inputs [..., K]; `mask` bool [...] keeps the tokens that are not padding, `weights`
+        [...] says how much each counts (None: 1)."""
+        if weights is not None:
+            weights = self._rows_of(weights.unsqueeze(-1), mask)
         x = self._rows(x, mask)
         if not x.shape[0]:
             return
-        total = self.tokens + x.shape[0]
+        amount = float(x.shape[0]) if weights is None else float(weights.sum())
+        if not amount > 0:
+            return
+        total = self._amount + amount
         # A running mean keeps fp32 accurate for millions of tokens, where a sum would lose bits.
-        keep, weight = self.tokens / total, 1.0 / total
-        self.matrix.mul_(keep).addmm_(x.t(), x, alpha=2.0 * weight)
-        self.mean.mul_(keep).add_(x.sum(0), alpha=weight)
+        keep, share = self._amount / total, 1.0 / total
+        weighed = x if weights is None else x * weights
+        self.matrix.mul_(keep).addmm_(weighed.t(), x, alpha=2.0 * share)
+        self.mean.mul_(keep).add_(weighed.sum(0), alpha=share)
         if self.cross is not None:
             r = self._rows(reference, mask)
-            self.cross.mul_(keep).addmm_(r.t(), x, alpha=2.0 * weight)
-            self.reference_mean.mul_(keep).add_(r.sum(0), alpha=weight)
-        self.tokens = total
+            self.cross.mul_(keep).addmm_(r.t(), weighed, alpha=2.0 * share)
+            r = r if weights is None else r * weights
+            self.reference_mean.mul_(keep).add_(r.sum(0), alpha=share)
+        self.tokens += x.shape[0]
+        self._amount = total
 
     def dead(self) -> torch.Tensor:
         """bool [K]: inputs that were 0 for every token."""

@@ -17,6 +17,7 @@ from . import calibration as cal
 from .gptq import GptqOptions
 from .report import LayerReport, ModelReport
 from .resume import ResumeFolder
+from .sensitivity import measure
 from .worker import LayerWorker
 
 DEFAULT_SKIP = ("lm_head",)
@@ -115,7 +116,9 @@ class _Pass:
         moments = {}
         if streams is not None and todo:
             paired = None if originals is None else {name: originals[name] for name in todo}
-            moments = cal.collect_moments(streams, todo, paired)
+            felt = self.worker.sensitivity
+            weights = {name: felt[name].weights for name in todo if name in felt}
+            moments = cal.collect_moments(streams, todo, paired, weights)
         for name, layer in todo.items():
             # pop: a layer's moments are freed as soon as it is done.
             self._report(self.worker.run(name, layer, moments.pop(name, None)))
@@ -181,6 +184,7 @@ def quantize_model(
     percdamp: float = 0.1,
     act_order: bool | str = False,
     compensate: bool = True,
+    sensitivity: bool = False,
     scale_dtype: torch.dtype | None = None,
     sparsity: str | None = None,
     refine: int = 4,
@@ -197,6 +201,8 @@ def quantize_model(
     compensate: (gptq) quantise in order of execution, let each layer aim at the original model's
     outputs on inputs that carry the errors so far, and take the mean error into the bias where
     there is one. False is the plain recipe; it needs half the time.
+    sensitivity: (gptq) one backward pass through the whole model first, which says what errors its
+    output feels; takes the activations of one sample and N*N floats for each layer.
     sparsity: "2:4" prunes as well: by magnitude for rtn, in the sweep for gptq.
     skip: path components or "re:..." that stay as they are. on_illegal: "raise" names every layer
     the group size does not fit before any work is done, "skip" leaves them. resume: folder that
@@ -228,20 +234,25 @@ def quantize_model(
     options = GptqOptions(*form, refine, signed_scales)
     rtn_clip = "mse" if clip in ("mse", True) else None
     folder = ResumeFolder(
-        resume, _settings(method, options, rtn_clip, compensate, layers, len(samples))
+        resume,
+        _settings(method, options, rtn_clip, compensate, layers, len(samples))
+        | {"sensitivity": sensitivity},
     )
     worker = LayerWorker(method, options, rtn_clip, compensate, folder)
     with cal.evaluation_mode(model), progress_bar(progress, len(layers), "quantise") as tick:
-        _run(model, samples if method == "gptq" else None, layers, _Pass(worker, report, tick))
+        work = _Pass(worker, report, tick)
+        _run(model, samples if method == "gptq" else None, layers, work, sensitivity)
     _replace(model, worker.packed)
     return report
 
 
-def _run(model, samples, layers, work: _Pass) -> None:
+def _run(model, samples, layers, work: _Pass, sensitivity: bool) -> None:
     if samples is None:
         work.stage(None, layers)
         return
     calls = cal.model_calls(model, samples)
+    if sensitivity:
+        work.worker.sensitivity = measure(calls, layers)
     blocks = cal.find_blocks(model, set(layers))
     done: set[str] = set()
     if blocks and cal.blocks_are_chained(calls, [block for _, block in blocks]):

@@ -3,13 +3,14 @@
 GPTQ decides each code once, knowing the errors before it but not those behind. Here every code is
 looked at again with all others fixed, and replaced where another one lowers the same error; then
 every scale is set to its best value for the codes. The error never grows, up to the rounding of
-scales.
+scales. Where columns are coupled (`sensitivity`) codes are taken one by one, in C++ on the host.
 """
 
 from __future__ import annotations
 
 import torch
 
+from .. import host_library
 from .grid import MAX_CODE, round_mantissa
 
 BLOCK = 128  # rows whose changes are applied lazily to the rest
@@ -25,17 +26,20 @@ def refine(
     passes: int,
     scale_dtype: torch.dtype,
     keep_zeros: bool = False,
+    output: torch.Tensor | None = None,
 ) -> float:
-    """Lower tr(R^T H R), R = wanted - (q - zeros) * scales, by changing q and scales in place.
+    """Lower tr(R^T H R O), R = wanted - (q - zeros) * scales, by changing q and scales in place.
 
-    wanted: float32 [K, N]. hessian: float32 [K, K], positive diagonal. q: uint8 [K, N]. scales,
+    wanted: float32 [K, N]. hessian: H, float32 [K, K], positive diagonal. q: uint8 [K, N]. scales,
     zeros: float32 [G, N] of groups of K / G neighbouring rows. keep_zeros: weights that are 0 stay
-    so (sparsity). Returns the error. Extra memory: 4 K*N floats.
+    so (sparsity). output: O, float32 [N, N], positive definite, which couples the columns; None is
+    the unit matrix. Returns tr(R^T H R). Extra memory: 4 K*N floats. LibraryError if columns are
+    coupled and there is no C++ compiler.
     """
     size = wanted.shape[0] // scales.shape[0]
     codes = q.view(scales.shape[0], size, -1).float().sub_(zeros.unsqueeze(1))  # steps from zero
     left = wanted - (codes * scales.unsqueeze(1)).view_as(wanted)
-    gradient = hessian @ left
+    gradient = hessian @ left if output is None else hessian @ left @ output
     for _ in range(passes):
         for group, scale in enumerate(scales):
             steps = codes[group]
@@ -43,26 +47,34 @@ def refine(
                 rows = slice(start, min(start + BLOCK, size))
                 at = slice(group * size + rows.start, group * size + rows.stop)
                 free = steps[rows] != 0 if keep_zeros else None
-                change = _better_codes(
-                    steps[rows], hessian[at, at], gradient[at].clone(), scale, zeros[group], free
+                move = _better_codes if output is None else _better_coupled_codes
+                change, spread = move(
+                    steps[rows], hessian[at, at], gradient[at], scale, zeros[group], free, output
                 )
                 left[at] -= change
-                gradient.addmm_(hessian[:, at], change, alpha=-1.0)
+                gradient.addmm_(hessian[:, at], spread, alpha=-1.0)
             at = slice(group * size, (group + 1) * size)
-            shift = _better_scale(steps, hessian[at, at], gradient[at], scale, scale_dtype)
+            shift = _better_scale(steps, hessian[at, at], gradient[at], scale, scale_dtype, output)
             change = steps * shift
             left[at] -= change
-            gradient.addmm_(hessian[:, at], change, alpha=-1.0)
+            spread = change if output is None else change @ output
+            gradient.addmm_(hessian[:, at], spread, alpha=-1.0)
     q.copy_(codes.add_(zeros.unsqueeze(1)).view_as(q))
     return float((left.double() * (hessian @ left)).sum())
 
 
-def _better_codes(steps, hessian, gradient, scale, zero, free) -> torch.Tensor:
+def _limits(scale, zero) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least and largest step of each column; those of a group of zeros, with scale 0, stay 0."""
+    used = scale != 0
+    return torch.where(used, -zero, 0), torch.where(used, MAX_CODE - zero, 0)
+
+
+def _better_codes(steps, hessian, gradient, scale, zero, free, _output):
     """Replace steps [B, N], where they are `free`, row by row by the best ones; returns the change
-    of the weights."""
-    used = scale != 0  # a group of zeros has nothing to choose: its steps stay 0
-    low, high = torch.where(used, -zero, 0), torch.where(used, MAX_CODE - zero, 0)
-    safe = torch.where(used, scale, 1)
+    of the weights, twice."""
+    gradient = gradient.clone()
+    low, high = _limits(scale, zero)
+    safe = torch.where(scale != 0, scale, 1)
     change = torch.empty_like(steps)
     for i in range(steps.shape[0]):
         best = steps[i] + gradient[i] / hessian[i, i] / safe
@@ -72,14 +84,34 @@ def _better_codes(steps, hessian, gradient, scale, zero, free) -> torch.Tensor:
         change[i] = (best - steps[i]) * scale
         steps[i] = best
         gradient.addr_(hessian[:, i], change[i], alpha=-1.0)
-    return change
+    return change, change
 
 
-def _better_scale(steps, hessian, gradient, scale, scale_dtype: torch.dtype) -> torch.Tensor:
+def _better_coupled_codes(steps, hessian, gradient, scale, zero, free, output):
+    """The same code by code; returns the change of the weights, and that times `output`."""
+    low, high = _limits(scale, zero)
+    host = [t.detach().to("cpu", torch.float32).contiguous() for t in (hessian, output)]
+    values = [t.detach().to("cpu", copy=True).contiguous() for t in (gradient, steps)]
+    columns = [t.to("cpu").contiguous() for t in (scale, low, high)]
+    change = torch.zeros_like(values[1])
+    spread = torch.zeros_like(change)
+    free = None if free is None else free.to("cpu", torch.uint8).contiguous()
+    host_library.better_codes(*host, *values, *columns, free, change, spread)
+    steps.copy_(values[1])
+    return change.to(steps.device), spread.to(steps.device)
+
+
+def _better_scale(steps, hessian, gradient, scale, scale_dtype: torch.dtype, output):
     """Set `scale` [N] of one group to the least error for its codes; returns the difference."""
-    curvature = (steps * (hessian @ steps)).sum(0)
     slope = (steps * gradient).sum(0)
-    best = scale + torch.where(curvature > 0, slope / curvature, torch.zeros_like(scale))
+    if output is None:
+        curvature = (steps * (hessian @ steps)).sum(0)
+        best = scale + torch.where(curvature > 0, slope / curvature, 0)
+    else:  # one after the other, as the solution of a triangular system
+        curvature = (steps.t() @ (hessian @ steps)) * output
+        torch.diagonal(curvature)[scale == 0] = 1.0
+        solve = torch.linalg.solve_triangular
+        best = scale + solve(curvature.tril(), slope.unsqueeze(1), upper=False).squeeze(1)
     best = round_mantissa(best, scale_dtype)
     best = torch.where(best * scale > 0, best, scale)  # of the sign that was chosen
     shift = best - scale

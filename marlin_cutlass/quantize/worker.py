@@ -14,6 +14,7 @@ from .hessian import Moments, matched_weight
 from .report import LayerReport
 from .resume import ResumeFolder
 from .rtn import quantize_rtn
+from .sensitivity import Sensitivity
 
 
 class LayerWorker:
@@ -25,6 +26,7 @@ class LayerWorker:
         self.method, self.options, self.rtn_clip = method, options, rtn_clip
         self.compensate, self.resume = compensate, resume
         self.packed: dict = {}
+        self.sensitivity: dict[str, Sensitivity] = {}
 
     def finished(self, name: str, layer: nn.Linear) -> LayerReport | None:
         """Take a layer from the resume folder, if it is there."""
@@ -41,7 +43,7 @@ class LayerWorker:
         """Quantise one layer; rtn where no calibration token reached it."""
         start = time.perf_counter()
         tokens = moments.tokens if moments else 0
-        weight, bias, method, loss, note = self._quantise(layer, moments)
+        weight, bias, method, loss, note = self._quantise(name, layer, moments)
         dense = weight.dequantize()
         original = layer.weight.detach().t().float()
         error = float((dense - original).norm() / original.norm().clamp_min(1e-30))
@@ -66,7 +68,7 @@ class LayerWorker:
         self.resume.save(name, self.packed[name], bias, report)
         return report
 
-    def _quantise(self, layer: nn.Linear, moments: Moments | None):
+    def _quantise(self, name: str, layer: nn.Linear, moments: Moments | None):
         """(codes, new bias or None, method, loss, note)."""
         if self.method != "gptq":
             return self._rtn(layer), None, "rtn", None, ""
@@ -75,15 +77,17 @@ class LayerWorker:
         dead = int(moments.dead().sum())
         if dead == layer.in_features:
             return self._rtn(layer), None, "rtn", None, "its inputs are always 0"
-        weight, bias, loss = self._gptq(layer, moments)
+        weight, bias, loss = self._gptq(name, layer, moments)
         return weight, bias, "gptq", loss, f"{dead} inputs always 0" if dead else ""
 
-    def _gptq(self, layer: nn.Linear, moments: Moments):
+    def _gptq(self, name: str, layer: nn.Linear, moments: Moments):
         original = layer.weight.detach().float()
         target = original
         if self.compensate and moments.cross is not None:
             target = matched_weight(original, moments, self.options.percdamp)
-        weight, loss = quantize_gptq(target, moments.matrix, self.options)
+        felt = self.sensitivity.pop(name, None)
+        output = None if felt is None else felt.output
+        weight, loss = quantize_gptq(target, moments.matrix, self.options, output=output)
         if not self.compensate or layer.bias is None:
             return weight, None, loss
         # What is left of the mean error goes into the bias. NOTE: second moments stay uncentred; to
