@@ -7,6 +7,7 @@ the shorter of the two + fix-up. The constants were fitted to H200 measurements 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from generator import hopper_cost
@@ -85,17 +86,38 @@ def estimate(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
     )
 
 
-def _estimate_hopper(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
-    work = hopper_cost.hopper_work(problem, variant, gpu)
+def totals(variants: list[Variant], gpu: Gpu) -> Callable[[ProblemShape], list[float]]:
+    """`estimate(problem, v, gpu).total` for each of `variants`, made ready for many problems."""
+    if not all(v.hopper for v in variants):
+        return lambda problem: [estimate(problem, v, gpu).total for v in variants]
+    models = [_hopper_model(v, gpu) for v in variants]
+
+    def of(problem: ProblemShape) -> list[float]:
+        memory = _hopper_memory_us(problem, gpu)
+        times = [model.time(problem) for model in models]
+        return [hopper_cost.START_US + max(memory, t.compute) + t.fix_up for t in times]
+
+    return of
+
+
+def _hopper_model(variant: Variant, gpu: Gpu) -> hopper_cost.HopperModel:
+    return hopper_cost.hopper_model(variant, gpu, FORMAT_FACTOR[variant.dtype, variant.zeros])
+
+
+def _hopper_memory_us(problem: ProblemShape, gpu: Gpu) -> float:
     traffic = problem.weight_bytes + 2 * problem.m * (problem.k + problem.n)
-    factor = FORMAT_FACTOR[variant.dtype, variant.zeros]
+    return traffic / (gpu.bandwidth * hopper_cost.STREAM_EFFICIENCY) * 1e6
+
+
+def _estimate_hopper(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
+    time = _hopper_model(variant, gpu).time(problem)
     return Cost(
         launch=hopper_cost.START_US,
-        memory=traffic / (gpu.bandwidth * hopper_cost.STREAM_EFFICIENCY) * 1e6,
-        compute=hopper_cost.hopper_compute_us(variant, work, gpu, factor),
-        fix_up=work.fix_up,
-        waves=work.rounds,
-        overlap_loss=hopper_cost.OVERLAP_LOSS,
+        memory=_hopper_memory_us(problem, gpu),
+        compute=time.compute,
+        fix_up=time.fix_up,
+        waves=time.rounds,
+        overlap_loss=0.0,
     )
 
 

@@ -1,117 +1,152 @@
 """Time of a Hopper launch on the busiest SM: the fitted part of the cost model.
 
-Constants: least squares (soft L1 on the log ratio) over 2300 timings of 70 geometries, weights from
-1024 x 1024 to 57344 x 8192, M = 8..2048, NVIDIA H200, 2026-11-29, mean of times with and without
-dependent launch. Median error 5 %. Choosing by it costs 3.5 % on average and 30 % at worst against
-the best measured geometry; 0.4 % on average if the first three are measured.
+Constants: least squares (soft L1 on the log ratio, near-best geometries weighted) over FIT_POINTS
+timings of 46 geometries, 79 weights from 1024 x 1024 to 57344 x 8192, M = 1..2048, NVIDIA H200,
+2026-11-29, mean of times with and without dependent launch. docs/performance.md has the errors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 from generator.arch import Gpu
 from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
 from generator.variant import Variant
 
-START_US = 2.6  # gap between kernels and first data
-OVERLAP_LOSS = 0.0134  # share of the shorter of (memory, compute) that does not hide
-STREAM_EFFICIENCY = 0.99  # of the measured bandwidth, inside the main loop
-# Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile.
+START_US = 1.87  # gap between kernels and first data
+STREAM_EFFICIENCY = 1.01  # of the measured bandwidth, inside the main loop
+# Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile. Nominal
+# clock: under load it is lower, which is in the figures.
 PIECE_CYCLES = {
-    8: 100.0,
-    16: 114.6,
-    24: 121.0,
-    32: 127.4,
+    8: 105.6,
+    16: 113.1,
+    24: 119.0,
+    32: 125.6,
     48: 165.0,
-    64: 190.1,
-    96: 273.9,
-    128: 320.8,
-    192: 458.5,
-    256: 626.0,
+    64: 181.7,
+    96: 272.4,
+    128: 320.0,
+    192: 468.6,
+    256: 632.7,
 }
-L2_BYTES_PER_CLOCK = 39.4  # into one SM: weights, and activations once per tile of columns
+L2_BYTES_PER_CLOCK = 45.2  # into one SM: weights, and activations once per tile of columns
 PIECE_WEIGHT_BYTES = 2112
+# One, two, three warpgroups at work hide less latency: with row tiles below 96, and from 96 on.
+FEW_WARPGROUPS = ((1.298, 1.053, 1.028), (1.176, 0.932, 1.028))
+K_GROUPS = {1: 1.0, 2: 1.046, 4: 1.231}  # warpgroups along K take stages in turn
+RANGES_DEEP = 0.13  # stream-K over several tiles: nothing in L2 is shared, more so in deep weights
+DEEP = 16384
+CLUSTER_US = 0.62  # sum over a cluster
+RANGES_US, RANGES_PER_VALUE = 3.47, 3.9e-5  # stream-K: partial tiles through L2, for each sharer
+HYBRID_US = 2.46
+# Hybrid without whole blocks: nothing hides the sum over the CTAs that share a block.
+LONE_PASS_US, LONE_PASS_PER_ROW_AND_SHARER = 1.43, 0.0025
+ROUND_US = 0.91  # each further tile of a CTA: drain and restart
+TILE_US_PER_VALUE = 8.9e-5  # epilogue
+CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
 # Sparse: a piece is 64 x 128, with as many codes and as many instructions of the same length, each
 # over twice as many activations, and the places of the kept values (not yet fitted).
 SPARSE_PIECE_CYCLES = 1.06
 SPARSE_PIECE_BYTES = 3200
-LONE_WARPGROUP, TWO_WARPGROUPS = 1.32, 1.06  # too few warps to hide latency; fades above m_tile 64
-CLUSTER_US = 1.32  # sum over a cluster
-RANGES_US, RANGES_PER_FLOAT = 2.92, 4e-5  # stream-K: partial tiles through L2, for each sharer
-HYBRID_US = 1.33
-# Hybrid without whole blocks: nothing hides the sum over the CTAs that share a block.
-LONE_PASS_US, LONE_PASS_PER_ROW_AND_SHARER = 2.11, 0.0052
-CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
 
 
-@dataclass(frozen=True)
-class Work:
-    """What the busiest SM does: pieces of weights (64 x 64, sparse 64 x 128), tiles or passes,
-    warpgroups at work.
-    """
+class HopperTime(NamedTuple):
+    """compute, fix_up: microseconds on the busiest SM. rounds: tiles or passes of a CTA."""
 
-    pieces: float
-    rounds: float
-    warpgroups: float
+    compute: float
     fix_up: float
+    rounds: float
 
 
-def hopper_compute_us(variant: Variant, work: Work, gpu: Gpu, format_factor: float) -> float:
-    """Main loop of the busiest SM. Other formats dequantise slower, which shows at small tiles."""
-    slow = LONE_WARPGROUP if work.warpgroups < 1.5 else TWO_WARPGROUPS
-    factor = slow if work.warpgroups < 2.5 else 1.0
-    if variant.m_tile >= 96:
-        factor = 1 + (factor - 1) * (0.35 if work.warpgroups < 1.5 else 0.0)
-    dequantisation = 40.0 * (format_factor - 1) if variant.m_tile <= 64 else 0.0
-    row_bytes = 2 * piece_depth(variant)
-    activations = variant.m_tile * row_bytes * BLOCK_COLUMNS // variant.n_sm / variant.multicast
-    weights = SPARSE_PIECE_BYTES if variant.sparse else PIECE_WEIGHT_BYTES
-    traffic = (activations + weights) / L2_BYTES_PER_CLOCK
-    piece = PIECE_CYCLES[variant.m_tile] * (SPARSE_PIECE_CYCLES if variant.sparse else 1.0)
-    cycles = max(piece * factor + dequantisation, traffic)
-    return work.pieces * cycles / gpu.clock * 1e6
+@functools.lru_cache(maxsize=8192)
+def hopper_model(variant: Variant, gpu: Gpu, format_factor: float) -> HopperModel:
+    """The model of one variant, with what does not depend on the problem computed once."""
+    return HopperModel(variant, gpu, format_factor)
 
 
-def piece_depth(variant: Variant) -> int:
-    """Depth of what four tensor instructions of a warpgroup multiply."""
-    return 128 if variant.sparse else 64
+class HopperModel:
+    def __init__(self, variant: Variant, gpu: Gpu, format_factor: float) -> None:
+        v = self.v = variant
+        self.sms, self.clock = gpu.sms, gpu.clock
+        self.slots = v.n_sm // BLOCK_COLUMNS
+        self.step_pieces = v.k_sm / (128 if v.sparse else 64)
+        self.cycles = [0.0, *(_cycles(v, busy, format_factor) for busy in range(1, 9))]
+        self.busy = min(v.warps_n * v.warps_k, 8)
+        self.tile_us = TILE_US_PER_VALUE * v.m_tile * v.n_sm
+        kinds: dict[str, Callable[..., tuple[float, float, float]]] = {
+            "hybrid": self._hybrid,
+            "stream_k": self._stream_k,
+            "split_k": self._split_k,
+        }
+        self.work = kinds.get(v.decomposition, self._data_parallel)
 
+    def time(self, problem: ProblemShape) -> HopperTime:
+        """The busiest SM's share of `problem` and the reductions that follow."""
+        v = self.v
+        blocks = ceil_div(problem.n, BLOCK_COLUMNS)
+        m_tiles, k_steps = ceil_div(problem.m, v.m_tile), ceil_div(problem.k, v.k_sm)
+        cycles, rounds, fix_up = self.work(blocks, m_tiles, k_steps)
+        fix_up += ROUND_US * (rounds - 1) + self.tile_us * rounds
+        return HopperTime(cycles / self.clock * 1e6, fix_up, rounds)
 
-def hopper_work(problem: ProblemShape, v: Variant, gpu: Gpu) -> Work:
-    """The busiest SM's share of `problem` and the reductions that follow."""
-    blocks, slots = ceil_div(problem.n, BLOCK_COLUMNS), v.n_sm // BLOCK_COLUMNS
-    m_tiles, k_steps = ceil_div(problem.m, v.m_tile), ceil_div(problem.k, v.k_sm)
-    tile_pieces = slots * k_steps * v.k_sm / piece_depth(v)
-    tiles = ceil_div(blocks, slots * v.multicast) * v.multicast * m_tiles
-    warpgroups = v.warps_n * v.warps_k
-    if v.decomposition == "hybrid":
-        return _hybrid(v, blocks, slots, m_tiles, k_steps, gpu)
-    if v.decomposition == "stream_k":
-        rounds = max(1.0, tiles / gpu.sms)
-        sharers = max(1.0, gpu.sms / tiles)
-        fix_up = RANGES_US + RANGES_PER_FLOAT * v.m_tile * v.n_sm * sharers
-        return Work(tiles * tile_pieces / gpu.sms, rounds, warpgroups, fix_up)
-    if v.decomposition == "split_k":
-        clusters = gpu.sms * v.ctas_per_sm // v.split
+    def _tiles(self, blocks: int, m_tiles: int) -> int:
+        mc = self.v.multicast
+        return ceil_div(blocks, self.slots * mc) * mc * m_tiles
+
+    def _tile_cycles(self, k_steps: int) -> float:
+        return self.slots * k_steps * self.step_pieces * self.cycles[self.busy]
+
+    def _data_parallel(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
+        v = self.v
+        ctas = self.sms * v.ctas_per_sm // v.multicast * v.multicast
+        rounds = ceil_div(self._tiles(blocks, m_tiles), ctas)
+        return rounds * v.ctas_per_sm * self._tile_cycles(k_steps), rounds, 0.0
+
+    def _split_k(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
+        v = self.v
+        clusters = self.sms * v.ctas_per_sm // v.split
         clusters = int(clusters * CLUSTERS_OF_FOUR) if v.split == 4 else clusters
-        rounds = ceil_div(tiles, max(1, clusters))
-        return Work(rounds * tile_pieces / v.split, rounds, warpgroups, rounds * CLUSTER_US)
-    ctas = gpu.sms * v.ctas_per_sm // v.multicast * v.multicast
-    rounds = ceil_div(tiles, ctas)
-    return Work(rounds * tile_pieces * v.ctas_per_sm, rounds, warpgroups, 0.0)
+        rounds = ceil_div(self._tiles(blocks, m_tiles), max(1, clusters))
+        return rounds * self._tile_cycles(k_steps) / v.split, rounds, rounds * CLUSTER_US
+
+    def _stream_k(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
+        v, tiles = self.v, self._tiles(blocks, m_tiles)
+        rounds, sharers = max(1.0, tiles / self.sms), max(1.0, self.sms / tiles)
+        cycles = tiles / self.sms * self._tile_cycles(k_steps)
+        if rounds > 1:
+            cycles *= 1 + RANGES_DEEP * min(1.0, k_steps * v.k_sm / DEEP)
+        return cycles, rounds, RANGES_US + RANGES_PER_VALUE * v.m_tile * v.n_sm * sharers
+
+    def _hybrid(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
+        v, slots = self.v, self.slots
+        grid = self.sms // v.multicast * v.multicast
+        full = blocks // (grid * slots)
+        whole, left = divmod(blocks - full * grid * slots, grid)
+        share = ceil_div(left, v.multicast) * k_steps / (grid // v.multicast)  # k steps of a CTA
+        # The last pass: first the share runs beside the whole blocks, then these alone.
+        beside, alone = (share, k_steps - share) if whole else (0.0, share)
+        steps = full * slots * k_steps * self.cycles[slots]
+        steps += (whole + 1) * beside * self.cycles[whole + 1]
+        steps += max(whole, 1) * alone * self.cycles[max(whole, 1)]
+        rounds, fix_up = m_tiles * (full + (whole + left > 0)), HYBRID_US
+        if not full and not whole:
+            sharers = grid / max(1, left)
+            lone = LONE_PASS_US + LONE_PASS_PER_ROW_AND_SHARER * v.m_tile * sharers
+            fix_up += m_tiles * lone
+        return m_tiles * steps * self.step_pieces, rounds, fix_up
 
 
-def _hybrid(v: Variant, blocks: int, slots: int, m_tiles: int, k_steps: int, gpu: Gpu) -> Work:
-    grid = gpu.sms // v.multicast * v.multicast
-    full = blocks // (grid * slots)
-    whole, left = divmod(blocks - full * grid * slots, grid)
-    share = ceil_div(left, v.multicast) * k_steps / (grid // v.multicast)  # k steps of a CTA
-    pieces = ((full * slots + whole) * k_steps + share) * v.k_sm / piece_depth(v)
-    passes = full + (whole + left > 0)
-    if full or whole:
-        busy = slots if full else min(slots, whole + share / k_steps)
-        return Work(m_tiles * pieces, m_tiles * passes, busy, HYBRID_US)
-    sharers = grid / max(1, left)
-    lone = LONE_PASS_US + LONE_PASS_PER_ROW_AND_SHARER * v.m_tile * sharers
-    return Work(m_tiles * pieces, m_tiles * passes, 1.0, HYBRID_US + m_tiles * lone)
+def _cycles(v: Variant, busy: int, format_factor: float) -> float:
+    """Cycles of a piece with `busy` warpgroups at work. Other formats dequantise slower, seen
+    at small tiles only.
+    """
+    factor = FEW_WARPGROUPS[v.m_tile >= 96][busy - 1] if busy <= 3 else 1.0
+    factor *= K_GROUPS.get(v.warps_k, 1.0) * (SPARSE_PIECE_CYCLES if v.sparse else 1.0)
+    dequantisation = 40.0 * (format_factor - 1) if v.m_tile <= 64 else 0.0
+    row_bytes = 256 if v.sparse else 128
+    activations = v.m_tile * row_bytes * BLOCK_COLUMNS / v.n_sm / v.multicast
+    weights = SPARSE_PIECE_BYTES if v.sparse else PIECE_WEIGHT_BYTES
+    traffic = (activations + weights) / L2_BYTES_PER_CLOCK
+    return max(PIECE_CYCLES[v.m_tile] * factor + dequantisation, traffic)

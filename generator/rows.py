@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from generator.arch import GPUS, Arch, Gpu
-from generator.cost import estimate, reference_gpu
+from generator import cost
+from generator.arch import GPUS, Arch
+from generator.cost import reference_gpu
 from generator.dispatch import DispatchRow, DispatchTable, Range
-from generator.problem import ProblemShape
+from generator.problem import BLOCK_COLUMNS, ProblemShape
 from generator.space import Format
 from generator.variant import Geometry, Variant
 
@@ -160,6 +161,10 @@ def _around(x: int, all_x: list[int], reach: float) -> Range:
 # Upper bounds of the cells for which the model is asked, at their upper corner. Steps in n follow
 # the number of tiles.
 M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+M_STEPS_HOPPER = (
+    *(8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768),
+    *(1024, 1536, 2048),
+)
 N_STEPS = (256, 512, *range(1024, 6145, 1024), *range(8192, 16385, 2048), 22528, 28672)
 # Hopper tiles are large and its SMs many: waves, and with them the choice, change in finer steps.
 N_STEPS_HOPPER = (
@@ -170,8 +175,9 @@ N_STEPS_HOPPER = (
     49152,
 )
 K_STEPS = (1024, 2048, 4096, 8192)
-BEYOND = {"m": 4096, "n": 57344, "k": 16384}  # what stands for everything larger
-TOLERANCE = 1.04  # a cell takes its neighbour's geometry if that costs at most this much more
+K_STEPS_HOPPER = (*range(1024, 3073, 512), 4096, 5120, 6144, 8192, 11264, 14336, 20480)
+BEYOND = {"m": 4096, "n": 57344, "k": 28672}  # what stands for everything larger
+TOLERANCE = 1.02  # a cell takes its neighbour's geometry if that costs at most this much more
 
 
 def _cells(steps: tuple[int, ...], beyond: int, lowest: int) -> list[tuple[Range, int]]:
@@ -188,14 +194,21 @@ def model_rows(
     """
     gpu = reference_gpu(arch, sms)
     variants = [g.with_format(*fmt) for g in geometries]
-    n_steps = N_STEPS_HOPPER if variants[0].hopper else N_STEPS
+    m_steps, n_steps, k_steps = M_STEPS, N_STEPS, K_STEPS
+    if variants[0].hopper:
+        waves = (gpu.sms * BLOCK_COLUMNS * i for i in range(1, 7))  # one tile for every SM
+        n_steps = tuple(sorted({*N_STEPS_HOPPER, *waves}))
+        m_steps, k_steps = M_STEPS_HOPPER, K_STEPS_HOPPER
     columns = []  # per m: choices over (n, k)
-    for m_range, m in _cells(M_STEPS, BEYOND["m"], 0):
-        for k_range, k in _cells(K_STEPS, BEYOND["k"], 1):
+    for m_range, m in _cells(m_steps, BEYOND["m"], 0):
+        # Row tiles several times too tall are never the choice: leaving them out saves time.
+        near = [v for v in variants if v.m_tile <= 4 * max(m, 8)] or variants
+        totals = cost.totals(near, gpu)
+        for k_range, k in _cells(k_steps, BEYOND["k"], 1):
             choice = None
             for n_range, n in _cells(n_steps, BEYOND["n"], 1):
                 problem = ProblemShape(m, n, k, fmt[2], fmt[0], fmt[1], variants[0].sparse)
-                choice = _cheapest(problem, variants, gpu, choice)
+                choice = _cheapest(near, totals(problem), choice)
                 columns.append((m_range, n_range, k_range, choice.geometry().name))
     rows = [DispatchRow(m, n, k, g, MODEL, sms=sms) for m, n, k, g in columns]
     for axis in "nkm":
@@ -203,14 +216,11 @@ def model_rows(
     return rows
 
 
-def _cheapest(
-    problem: ProblemShape, variants: list[Variant], gpu: Gpu, favourite: Variant | None
-) -> Variant:
-    costs = {v.name: estimate(problem, v, gpu).total for v in variants}
-    best = min(variants, key=lambda v: costs[v.name])  # ties: the first declared
-    if favourite is not None and costs[favourite.name] <= TOLERANCE * costs[best.name]:
+def _cheapest(variants: list[Variant], costs: list[float], favourite: Variant | None) -> Variant:
+    best = min(costs)
+    if favourite is not None and costs[variants.index(favourite)] <= TOLERANCE * best:
         return favourite
-    return best
+    return variants[costs.index(best)]  # ties: the first declared
 
 
 def _merge(rows: list[DispatchRow], axis: str) -> list[DispatchRow]:

@@ -98,10 +98,10 @@ def test_fewer_key_heads_than_devices_are_replicated():
 def test_candidates_are_near_the_best_prediction_and_fit_the_rows(table):
     variants = [Variant.parse(k.name) for k in table.kernels]
     problem, gpu = ProblemShape(16, 4096, 4096), GPUS["H200"]
-    found = candidates(problem, variants, gpu)
+    found = candidates(problem, variants, gpu, margin=2.5)
     best = min(found.values())
     assert list(found.values()) == sorted(found.values()) and 1 < len(found) < len(variants)
-    assert all(us <= 1.6 * best for us in found.values())
+    assert all(us <= 2.5 * best for us in found.values())
     assert all(sensible_rows(16, Variant.parse(name).m_tile) for name in found)
     kept = next(v.name for v in variants if v.m_tile == 256 and "_f16_g128_" in v.name)
     assert list(candidates(problem, variants, gpu, keep=[kept], top=1))[1:] == [kept]
@@ -335,7 +335,7 @@ def test_pdl_is_not_measured_where_the_gpu_lacks_it(built, table):
 
 
 def test_check_says_how_far_the_choice_is_from_the_best(table, capsys):
-    tuner = make_tuner(table)
+    tuner = make_tuner(table, margin=10.0)
     choice = tuner.choice(SHAPE, 16)
     tuner.timer.factors[choice] = 3.0
     cells, wrong = tune.check(tuner, [SHAPE], [16, 64], None)
@@ -408,7 +408,8 @@ def test_command_line(runner, tmp_path):
 
 def test_command_line_check(runner, tmp_path):
     cells = tmp_path / "cells.json"
-    done = runner("--check", "--shapes", "4096x4096", "--ms", "8,32", "--json", str(cells))
+    flags = ("--shapes", "4096x4096", "--ms", "8,32", "--margin", "10")
+    done = runner("--check", *flags, "--json", str(cells))
     assert done.exit_code == 0 and "2 cells: the table's choice is within 5 %" in done.output
     assert len(json.loads(cells.read_text())["cells"]) == 2
 
