@@ -107,7 +107,12 @@ HOPPER = (
         "prefill, every format: dequantises once per 256 rows",
     ),
     Row("m256_n128k128_w2x1_p3_hybrid_c1_mc2", SYM128, "193-512, equal columns"),
-    Row("m256_n128k128_w2x1_p3_streamk_c1", SYM128, "ragged prefill: equal shares of K"),
+    Row(
+        "m256_n128k128_w2x1_p3_streamk_c1",
+        SYM128,
+        "ragged prefill: equal shares of K",
+        TILE_LOOP_SPILL,
+    ),
 )
 
 # ---- ampere: sm_80, sm_86, sm_89, sm_120 ---------------------------------------------------------
@@ -222,7 +227,12 @@ HOPPER_SPARSE = (
     Row("m192_n128k128_w2x1_p4_hybrid_c1_mc2", SYM128, "129-192, equal columns"),
     Row("m256_n128k128_w2x1_p3_dp_c1_mc2", SPARSE_ALL, "prefill, every format"),
     Row("m256_n128k128_w2x1_p3_hybrid_c1_mc2", SYM128, "193-512, equal columns"),
-    Row("m256_n128k128_w2x1_p3_streamk_c1", SYM128, "ragged prefill: equal shares of K"),
+    Row(
+        "m256_n128k128_w2x1_p3_streamk_c1",
+        SYM128,
+        "ragged prefill: equal shares of K",
+        TILE_LOOP_SPILL,
+    ),
 )
 
 LARGE_SHARED_BYTES = 200 * 1024
