@@ -390,7 +390,11 @@ SPARSE_MUTATIONS = (
     ),
     _one(
         "sparse: places of the first block of the stage only",
-        *(HLOOP, "ld_shared_u32x4(places_ + at + kBlock)", "ld_shared_u32x4(places_ + at)"),
+        *(
+            HLOOP,
+            "ld_shared_u32x4(places_address_ + at + kBlock)",
+            "ld_shared_u32x4(places_address_ + at)",
+        ),
         *(HOPPER_SPARSE, "values"),
     ),
     _one(
