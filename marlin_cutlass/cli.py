@@ -137,6 +137,13 @@ def quantize(
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="integer zero points")] = False,
     clip: Annotated[str, typer.Option(help="auto, mse (rtn) or none")] = "auto",
     act_order: Annotated[ActOrder, typer.Option(help="gptq row order")] = ActOrder.off,
+    refine: Annotated[
+        int, typer.Option(min=0, help="gptq: passes over codes and scales after the sweep")
+    ] = 4,
+    sensitivity: Annotated[
+        bool,
+        typer.Option("--sensitivity", help="gptq: weigh errors by what the model's output feels"),
+    ] = False,
     sparsity: Annotated[
         Sparsity, typer.Option(help="2:4 prunes half of the weights, for sparse kernels")
     ] = Sparsity.none,
@@ -154,7 +161,10 @@ def quantize(
     pruned = None if sparsity is Sparsity.none else sparsity.value
     if method is Method.rtn:
         _no_gptq_options(
-            calibration=calibration, resume=resume, act_order=act_order is not ActOrder.off
+            calibration=calibration,
+            resume=resume,
+            act_order=act_order is not ActOrder.off,
+            sensitivity=sensitivity,
         )
         from .checkpoint import convert_checkpoint
 
@@ -186,6 +196,8 @@ def quantize(
         symmetric=not asymmetric,
         clip=False if clip == "none" else "auto",
         act_order=order,
+        refine=refine,
+        sensitivity=sensitivity,
         sparsity=pruned,
         resume=None if resume is None else str(resume),
         progress=not quiet,

@@ -73,6 +73,7 @@ def test_user_errors_have_no_traceback(tmp_path, source):
         ("convert", tmp_path / "absent", tmp_path / "x"),
         ("quantize", source, tmp_path / "x", "--method", "gptq"),
         ("quantize", source, tmp_path / "x", "--resume", tmp_path / "r"),
+        ("quantize", source, tmp_path / "x", "--sensitivity"),
         ("inspect", source / "tokenizer.json"),
         ("quantize", source, tmp_path / "x", "--clip", "maybe"),
     ):
@@ -126,6 +127,9 @@ def test_gptq_folder_with_transformers(tmp_path):
         32,
         "--calibration",
         texts,
+        "--sensitivity",
+        "--refine",
+        2,
         "-q",
         "--json",
     )

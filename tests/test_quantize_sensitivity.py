@@ -116,3 +116,14 @@ def test_a_model_quantised_by_what_its_output_feels():
         quantize_model(work, samples, group_size=128, sensitivity=felt, progress=False)
         errors.append(float((work(held_out).detach() - expected).norm() / expected.norm()))
     assert errors[1] < 0.97 * errors[0]
+
+
+def test_coupling_keeps_what_sparsity_drops():
+    moments = Moments(K)
+    moments.add(correlated(1500))
+    output = normalised(torch.cov(torch.randn(HIDDEN, 200))) + 0.1 * torch.eye(HIDDEN)
+    options = GptqOptions(group_size=64, sparsity="2:4")
+    found, _ = quantize_gptq(torch.randn(HIDDEN, K), moments.matrix, options, output=output)
+    kept = (found.q != 8).view(K // 4, 4, HIDDEN).sum(1)
+    assert int(kept.max()) <= 2 and float(kept.float().mean()) > 1.5
+    assert found.to_packed().sparse
