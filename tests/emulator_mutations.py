@@ -53,6 +53,7 @@ def _one(name: str, file: str, old: str, new: str, variant: str, *caught: str, *
 
 KERNEL, LOADS, LOOP = "ampere_kernel.cuh", "ampere_loads.cuh", "ampere_mainloop.cuh"
 REDUCE, DEQUANT, STORE = "ampere_reduce.cuh", "dequant.cuh", "epilogue.cuh"
+TAIL_ROWS = "static_cast<uint32_t>(row - first) >= static_cast<uint32_t>(p.m - first) || "
 WAIT_AND_SYNC = "cp_async_wait<C::kStages - 2>();\n          block_sync();"
 
 AMPERE_MUTATIONS = (
@@ -159,7 +160,7 @@ AMPERE_MUTATIONS = (
     ),
     _one(
         "missing tail predicate on rows",
-        *(STORE, "row >= p.m || column >= p.n", "column >= p.n"),
+        *(STORE, TAIL_ROWS, ""),
         *(AMPERE, "bounds"),
     ),
     _one(

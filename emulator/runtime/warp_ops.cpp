@@ -125,18 +125,19 @@ void run_block_sync(ThreadBarrier& barrier, bool with_current) {
   }
 }
 
+// For the whole warp at once: a lane that goes on alone may do much before the others have returned from the instruction.
+void run_arrive(Warp& warp) {
+  join(warp.block->barriers[current().activity.first].arrivals, warp.clock);
+  ++warp.clock[warp.agent];
+}
+
 void barrier_take_part(int id, int threads, bool wait) {
-  converge(run_barrier);  // bar.sync is aligned: all lanes of a warp take part together
+  converge(wait ? run_barrier : run_arrive);  // bar.sync is aligned: all lanes of a warp take part together
   Block& block = *current().warp->block;
   ThreadBarrier& barrier = block.barriers[id];
   if (barrier.arrived && barrier.expected != threads)
     fail("divergence", "barrier %d is used with %d threads here and with %d by those who wait", id, threads, barrier.expected);
   barrier.expected = threads;
-  if (!wait) {
-    Warp& warp = *current().warp;
-    join(barrier.arrivals, warp.clock);
-    ++warp.clock[warp.agent];
-  }
   if (++barrier.arrived == threads) {
     run_block_sync(barrier, wait);
     ++machine.statistics[kStatBlockSync];
