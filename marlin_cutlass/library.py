@@ -77,6 +77,10 @@ class Launcher:
         """Forgets every table; kernels that are loaded stay loaded."""
         self._lib.mc_clear_tables()
 
+    def set_loading(self, value: bool) -> None:
+        """While True, calls of other threads that find no table wait. True to begin with."""
+        self._lib.mc_set_loading(int(value))
+
     def add_table(self, table: dispatch.Table, major: int, minor: int) -> None:
         """Registers a table for devices of exactly this compute capability, replacing an older
         one."""
@@ -271,7 +275,10 @@ def load() -> Launcher:
         if _loaded is None:
             _check_torch()
             launcher = _open(build())
-            configure(launcher)
+            try:
+                configure(launcher)
+            finally:
+                launcher.set_loading(False)
             _loaded = launcher
         return _loaded
 
@@ -305,15 +312,19 @@ def reload_tables(launcher: Launcher | None = None) -> None:
     launcher = launcher or load()
     table_for_capability.cache_clear()
     forced_index.cache_clear()
-    launcher.clear_tables()
-    launcher.set_built_archs(list(dispatch.built_archs()))
-    devices = range(torch.cuda.device_count())
-    for capability in sorted({torch.cuda.get_device_capability(i) for i in devices}):
-        try:
-            table = table_for_capability(*capability)
-        except UnsupportedArchError:
-            continue  # said at the call, if that device is used
-        launcher.add_table(table, *capability)
+    launcher.set_loading(True)
+    try:
+        launcher.clear_tables()
+        launcher.set_built_archs(list(dispatch.built_archs()))
+        devices = range(torch.cuda.device_count())
+        for capability in sorted({torch.cuda.get_device_capability(i) for i in devices}):
+            try:
+                table = table_for_capability(*capability)
+            except UnsupportedArchError:
+                continue  # said at the call, if that device is used
+            launcher.add_table(table, *capability)
+    finally:
+        launcher.set_loading(False)
 
 
 @functools.cache

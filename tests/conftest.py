@@ -40,6 +40,7 @@ def fake(fake_driver):
     """The recorded driver with nothing recorded and no kernel table."""
     fake_driver.reset()
     fake_driver.launcher.clear_tables()
+    fake_driver.launcher.set_loading(False)
     fake_driver.launcher.set_option("pdl", True)
     fake_driver.launcher.set_option("debug", False)
     return fake_driver

@@ -218,6 +218,20 @@ def test_repeated_calls_reuse_kernel_plan_and_tensor_map(fake, kernels):
     assert fake.record.encodes == 3
 
 
+def test_a_call_waits_while_tables_are_being_registered(fake, kernels):
+    """Another thread's first call makes the operators callable before their tables are there."""
+    w, a, done = weight(), torch.randn(4, 256).half(), []
+    fake.launcher.set_loading(True)
+    thread = threading.Thread(target=lambda: done.append(gemm(a, w)))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive() and not done
+    kernels("hopper")
+    fake.launcher.set_loading(False)
+    thread.join(20)
+    right(done[0], a, w)
+
+
 def test_a_new_table_takes_effect(fake, kernels):
     w, a = weight(), torch.randn(4, 256).half()
     kernels("ampere")

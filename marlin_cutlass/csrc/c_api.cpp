@@ -53,6 +53,7 @@ MC_EXPORT int mc_load_driver() {
 
 MC_EXPORT void mc_set_built_archs(const char* text) { set_built_archs(text); }
 MC_EXPORT void mc_clear_tables() { clear_tables(); }
+MC_EXPORT void mc_set_loading(int value) { set_loading(value != 0); }
 
 MC_EXPORT int mc_table_begin(const char* arch, int major, int minor) {
   pending = std::make_unique<Table>();

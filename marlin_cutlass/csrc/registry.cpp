@@ -1,5 +1,7 @@
 #include "registry.h"
 
+#include <chrono>
+#include <condition_variable>
 #include <mutex>
 
 #include "error.h"
@@ -8,6 +10,11 @@ namespace marlin_cutlass {
 namespace {
 
 std::mutex mutex;
+// Loading this library makes its operators callable, before any table can be registered: calls of other threads wait for that.
+std::condition_variable ready;
+bool loading = true;
+constexpr std::chrono::seconds kLongestWait{60};
+
 std::vector<std::shared_ptr<const Table>>& tables() {
   static auto* list = new std::vector<std::shared_ptr<const Table>>;  // never destroyed: kernels may launch during exit
   return *list;
@@ -87,10 +94,24 @@ void clear_tables() {
 
 uint64_t generation() { return table_generation.load(std::memory_order_relaxed); }
 
+void set_loading(bool value) {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    loading = value;
+  }
+  ready.notify_all();
+}
+
 std::shared_ptr<const Table> table_for(int major, int minor) {
-  std::lock_guard<std::mutex> lock(mutex);
-  for (const auto& table : tables())
-    if (table->major == major && table->minor == minor) return table;
+  std::unique_lock<std::mutex> lock(mutex);
+  std::shared_ptr<const Table> found;
+  const auto find = [&] {
+    for (const auto& table : tables())
+      if (table->major == major && table->minor == minor) found = table;
+    return found != nullptr;
+  };
+  ready.wait_for(lock, kLongestWait, [&] { return find() || !loading; });
+  if (found) return found;
   const int capability = major * 10 + minor;
   if (capability < 80) failed("needs sm_80 or newer, found sm_", capability, " (kernels built for [", built_archs(), "])");
   std::string known;

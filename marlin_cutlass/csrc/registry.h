@@ -65,6 +65,8 @@ int select(const Table& table, const Choice& choice);
 // Tables are never changed once published: a new one replaces the old, and readers notice through `generation`.
 void publish(std::unique_ptr<Table> table);
 void clear_tables();
+// While tables are being registered, calls that find none wait (a minute at most). True until the first set_loading(false).
+void set_loading(bool value);
 uint64_t generation();
 // The table registered for exactly this compute capability; throws with what is built and how to build the rest.
 std::shared_ptr<const Table> table_for(int major, int minor);
