@@ -40,6 +40,9 @@ def refine(
     codes = q.view(scales.shape[0], size, -1).float().sub_(zeros.unsqueeze(1))  # steps from zero
     left = wanted - (codes * scales.unsqueeze(1)).view_as(wanted)
     gradient = hessian @ left if output is None else hessian @ left @ output
+    move, host = _better_codes, None
+    if output is not None:
+        move, host = _better_coupled_codes, output.detach().to("cpu", torch.float32).contiguous()
     for _ in range(passes):
         for group, scale in enumerate(scales):
             steps = codes[group]
@@ -47,9 +50,8 @@ def refine(
                 rows = slice(start, min(start + BLOCK, size))
                 at = slice(group * size + rows.start, group * size + rows.stop)
                 free = steps[rows] != 0 if keep_zeros else None
-                move = _better_codes if output is None else _better_coupled_codes
                 change, spread = move(
-                    steps[rows], hessian[at, at], gradient[at], scale, zeros[group], free, output
+                    steps[rows], hessian[at, at], gradient[at], scale, zeros[group], free, host
                 )
                 left[at] -= change
                 gradient.addmm_(hessian[:, at], spread, alpha=-1.0)
@@ -88,15 +90,16 @@ def _better_codes(steps, hessian, gradient, scale, zero, free, _output):
 
 
 def _better_coupled_codes(steps, hessian, gradient, scale, zero, free, output):
-    """The same code by code; returns the change of the weights, and that times `output`."""
-    low, high = _limits(scale, zero)
-    host = [t.detach().to("cpu", torch.float32).contiguous() for t in (hessian, output)]
-    values = [t.detach().to("cpu", copy=True).contiguous() for t in (gradient, steps)]
-    columns = [t.to("cpu").contiguous() for t in (scale, low, high)]
+    """The same code by code, on the host, where `output` lies; returns the change of the weights,
+    and that times `output`."""
+    columns = [t.cpu().contiguous() for t in (scale, *_limits(scale, zero))]
+    # copy=True: gradient is changed on the way, and steps may be a view that is not contiguous.
+    values = [t.to("cpu", copy=True).contiguous() for t in (gradient, steps)]
     change = torch.zeros_like(values[1])
     spread = torch.zeros_like(change)
     free = None if free is None else free.to("cpu", torch.uint8).contiguous()
-    host_library.better_codes(*host, *values, *columns, free, change, spread)
+    hessian = hessian.cpu().contiguous()
+    host_library.better_codes(hessian, output, *values, *columns, free, change, spread)
     steps.copy_(values[1])
     return change.to(steps.device), spread.to(steps.device)
 
