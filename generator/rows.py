@@ -162,8 +162,8 @@ def _around(x: int, all_x: list[int], reach: float) -> Range:
 # the number of tiles.
 M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 M_STEPS_HOPPER = (
-    *(8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768),
-    *(1024, 1536, 2048),
+    *(8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256, 288, 320, 384, 448, 512, 576),
+    *(640, 768, 1024, 1536, 2048),
 )
 N_STEPS = (256, 512, *range(1024, 6145, 1024), *range(8192, 16385, 2048), 22528, 28672)
 # Hopper tiles are large and its SMs many: waves, and with them the choice, change in finer steps.

@@ -53,7 +53,7 @@ TILE_LOOP_SPILL = 128
 
 HOPPER = (
     # batch 1..8: weights stream, everything else must stay out of their way
-    Row("m8_n256k256_w4x1_p4_dp_c1", SYM128, "1-8, wide N, tiles just under one a SM"),
+    Row("m8_n256k256_w4x1_p4_dp_c1", ALL, "1-8, wide N, every format"),
     Row("m8_n256k256_w4x1_p5_hybrid_c1", SYM128, "wide N: equal columns for every SM"),
     Row("m8_n128k256_w2x2_p8_dp_c1", SYM128, "1-8, two k groups, tiles just under a wave"),
     Row("m8_n128k256_w2x2_p8_streamk_c1", SYM128, "1-8, medium N: equal shares of K"),
@@ -106,7 +106,7 @@ HOPPER = (
         ALL,
         "prefill, every format: dequantises once per 256 rows",
     ),
-    Row("m256_n128k128_w2x1_p3_hybrid_c1_mc2", SYM128, "193-512, equal columns"),
+    Row("m256_n128k128_w2x1_p3_hybrid_c1_mc2", ALL, "193-512, equal columns, every format"),
     Row(
         "m256_n128k128_w2x1_p3_streamk_c1",
         SYM128,
