@@ -28,7 +28,7 @@ from marlin_cutlass.layout import (
 from marlin_cutlass.pack import COLUMN_SCALE, HIGH_SHIFT, LOW_SHIFT
 
 # Random weights of about this rms keep activations of random models in range: 1 / sqrt(hidden).
-CODE_RMS = math.sqrt(sum((q - 8) ** 2 for q in range(16)) / 16)
+CODE_RMS = math.sqrt(sum((q - 8) ** 2 for q in range(1, 16)) / 16)  # see without_minus_eight
 GROUP_SIZE = 128
 
 
@@ -49,12 +49,24 @@ class Shard:
     reduce: Reduce | None = None
 
 
+def without_minus_eight(codes: Tensor) -> Tensor:
+    """Packed symmetric codes, uint8 [..., 4 i], with 0 in place of each -8: code 8 for code 0."""
+    words = codes.contiguous().view(torch.int32)
+    words = (words << 30) | ((words >> 2) & 0x3FFFFFFF)  # codes to bits 0, 4, ... 28
+    used = words | (words >> 1) | (words >> 2) | (words >> 3)
+    words = words | ((~used & 0x11111111) << 3)
+    words = (words << 2) | ((words >> 30) & 3)
+    return words.view(torch.uint8).view(codes.shape)
+
+
 def random_packed(
     k: int, n: int, device, generator: torch.Generator, group_size: int = GROUP_SIZE
 ) -> PackedWeight:
     """Random symmetric INT4 weight of rms about 1 / sqrt(k), written straight into the layout.
 
     Every byte pattern is a valid code, so the codes are random bytes: a 70B model takes seconds.
+    Without -8, so that weights have mean 0: a mean of -0.5 codes adds up over K to an offset that
+    the next layer multiplies, and overflows float16 some twenty layers on.
     """
     if group_size != 128 and group_size != -1:
         raise ValueError(f"group_size={group_size}: random weights have 128 or -1")
@@ -63,6 +75,7 @@ def random_packed(
     options = {"device": device, "generator": generator}
     packed = torch.randint(0, 256, (total,), dtype=torch.uint8, **options)
     blocks = packed.view(-1, width)
+    blocks[:, :CODE_BYTES] = without_minus_eight(blocks[:, :CODE_BYTES])
     if group_size == 128:  # entries [atom][row] of (sA, sB) after the codes
         # Normalised scales lie in [2^-7, 2^-6), also once rounded: 2^-6 would be infinite here.
         scales = (1 + 0.99 * torch.rand(blocks.shape[0], 32, 2, **options)) * COLUMN_SCALE

@@ -158,7 +158,9 @@ def test_random_weights_are_a_legal_packed_weight_of_the_promised_size(group_siz
     assert bool(dense.isfinite().all())
     assert float(dense.square().mean().sqrt()) == pytest.approx(k**-0.5, rel=0.45)
     parts = unpack(weight)
-    assert parts.codes[:k, :n].unique().numel() == 16
+    # no -8: a mean that is not 0 overflows float16 in deep models
+    assert parts.codes[:k, :n].unique().tolist() == list(range(1, 16))
+    assert abs(float(dense.mean())) < 0.01 * k**-0.5
     # what pack writes for the same codes and scales, except for the padding
     scales = (weight.col_scale * parts.scales.float())[:, :n]
     again = pack(parts.codes[:k, :n].contiguous(), scales, group_size=group_size)
