@@ -32,10 +32,11 @@ def problem(group_size: int, zeros: bool, act_order: bool, k: int = SIZE, n: int
     """Arguments of `pack` on the CPU."""
     gen = torch.Generator().manual_seed(group_size + 2)
     rows = 1 if group_size < 0 else k // group_size
+    sign = torch.randint(0, 2, (rows, n), generator=gen) * 2 - 1
     index = (torch.arange(k) // group_size)[torch.randperm(k, generator=gen)] if act_order else None
     return {
         "q": torch.randint(0, 16, (k, n), generator=gen, dtype=torch.uint8),
-        "scales": (torch.rand(rows, n, generator=gen) * 0.02 + 0.001).half(),
+        "scales": ((torch.rand(rows, n, generator=gen) * 0.02 + 0.001) * sign).half(),
         "zeros": torch.randint(0, 17, (rows, n), generator=gen) if zeros else None,
         "group_size": group_size,
         "g_idx": index,
