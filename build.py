@@ -222,11 +222,19 @@ class Builder:
         built = [(entry, record) for entry, record in records if record is not None]
         kernels = (entry.variant for entry, _ in built)
         variants = [v for v in kernels if v.family != collective.FAMILY]
+        manifest.write_manifest(self.folder, self.arch, built, *self.dispatch(variants))
+        return len(built)
+
+    def dispatch(self, variants: list[Variant]) -> tuple[list[dict], str]:
+        """The rows of the dispatch table, and the key of what they were made from. Those of the
+        manifest that is there if nothing changed: making them takes seconds."""
+        key = rows.table_key(self.arch, variants)
+        earlier = manifest.earlier_dispatch(self.folder, key)
+        if earlier is not None:
+            return earlier, key
         # A row's geometry says which kind of weight it is for, so the order of the two is free.
         tables = [rows.build_table(self.arch, variants, sparse=sparse) for sparse in (False, True)]
-        dispatch = [row for table in tables for row in table.to_json()]
-        manifest.write_manifest(self.folder, self.arch, built, dispatch)
-        return len(built)
+        return [row for table in tables for row in table.to_json()], key
 
 
 def build(arch: Arch, request: Request, folder: Path, jobs: int, report: bool) -> bool:

@@ -95,7 +95,11 @@ def totals(variants: list[Variant], gpu: Gpu) -> Callable[[ProblemShape], list[f
     def of(problem: ProblemShape) -> list[float]:
         memory = _hopper_memory_us(problem, gpu)
         times = [model.time(problem) for model in models]
-        return [hopper_cost.START_US + max(memory, t.compute) + t.fix_up for t in times]
+        loss = hopper_cost.OVERLAP_LOSS
+        return [
+            hopper_cost.START_US + max(memory, t.compute) + loss * min(memory, t.compute) + t.fix_up
+            for t in times
+        ]
 
     return of
 
@@ -117,7 +121,7 @@ def _estimate_hopper(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
         compute=time.compute,
         fix_up=time.fix_up,
         waves=time.rounds,
-        overlap_loss=0.0,
+        overlap_loss=hopper_cost.OVERLAP_LOSS,
     )
 
 

@@ -1,7 +1,7 @@
 """Time of a Hopper launch on the busiest SM: the fitted part of the cost model.
 
-Constants: least squares (soft L1 on the log ratio, near-best geometries weighted) over 6000
-timings of 48 geometries, 81 weights from 512 x 512 to 57344 x 8192, M = 1..2048, NVIDIA H200,
+Constants: least squares (soft L1 on the log ratio, near-best geometries weighted) over 6200
+timings of 48 geometries, 97 weights from 512 x 512 to 57344 x 8192, M = 1..2048, NVIDIA H200,
 2026-11-29, mean of times with and without dependent launch. docs/performance.md has the errors.
 """
 
@@ -15,36 +15,38 @@ from generator.arch import Gpu
 from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
 from generator.variant import Variant
 
-START_US = 1.95  # gap between kernels and first data
-STREAM_EFFICIENCY = 1.017  # of the measured bandwidth, inside the main loop
+START_US = 2.0  # gap between kernels and first data
+OVERLAP_LOSS = 0.066  # share of the shorter of (memory, compute) that does not hide
+STREAM_EFFICIENCY = 1.075  # of the measured bandwidth, inside the main loop
 # Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile. Nominal
 # clock: under load it is lower, which is in the figures.
 PIECE_CYCLES = {
-    8: 105.3,
-    16: 112.9,
-    24: 119.0,
-    32: 125.4,
-    48: 165.3,
-    64: 182.7,
-    96: 267.9,
-    128: 319.8,
-    192: 469.2,
-    256: 638.6,
+    8: 99.0,
+    16: 106.4,
+    24: 113.0,
+    32: 119.8,
+    48: 158.9,
+    64: 176.6,
+    96: 229.7,
+    128: 314.0,
+    192: 454.0,
+    256: 625.0,
 }
-L2_BYTES_PER_CLOCK = 46.1  # into one SM: weights, and activations once per tile of columns
+L2_BYTES_PER_CLOCK = 47.1  # into one SM: weights, and activations once per tile of columns
 PIECE_WEIGHT_BYTES = 2112
 # One, two, three warpgroups at work hide less latency: with row tiles below 96, and from 96 on.
-FEW_WARPGROUPS = ((1.297, 1.054, 1.039), (1.189, 0.934, 1.039))
-K_GROUPS = {1: 1.0, 2: 1.031, 4: 1.214}  # warpgroups along K take stages in turn
-RANGES_DEEP = 0.143  # stream-K over several tiles: nothing in L2 is shared, more so in deep weights
+FEW_WARPGROUPS = ((1.271, 1.01, 0.97), (1.064, 0.94, 0.97))
+ONE_BLOCK = {96: 1.206}  # where a warpgroup has one block of columns, by m_tile
+K_GROUPS = {1: 1.0, 2: 1.047, 4: 1.24}  # warpgroups along K take stages in turn
+RANGES_DEEP = 0.152  # stream-K over several tiles: nothing in L2 is shared, more so in deep weights
 DEEP = 16384
-CLUSTER_US = 0.6  # sum over a cluster
-RANGES_US, RANGES_PER_VALUE = 3.44, 3.9e-5  # stream-K: partial tiles through L2, for each sharer
-HYBRID_US = 2.47
+CLUSTER_US = 0.59  # sum over a cluster
+RANGES_US, RANGES_PER_VALUE = 3.35, 3.9e-5  # stream-K: partial tiles through L2, for each sharer
+HYBRID_US, HYBRID_ROWS = 2.63, 0.14  # the second: share of time lost with several row tiles
 # Hybrid without whole blocks: nothing hides the sum over the CTAs that share a block.
-LONE_PASS_US, LONE_PASS_PER_ROW_AND_SHARER = 1.42, 0.0023
-ROUND_US = 1.02  # each further tile of a CTA: drain and restart
-TILE_US_PER_VALUE = 8.2e-5  # epilogue
+LONE_PASS_US, LONE_PASS_PER_ROW_AND_SHARER = 1.4, 0.0032
+ROUND_US = 0.9  # each further tile of a CTA: drain and restart
+TILE_US_PER_VALUE = 7.8e-5  # epilogue
 CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
 # Sparse: a piece is 64 x 128, with as many codes and as many instructions of the same length, each
 # over twice as many activations, and the places of the kept values (not yet fitted).
@@ -130,6 +132,8 @@ class HopperModel:
         steps = full * slots * k_steps * self.cycles[slots]
         steps += (whole + 1) * beside * self.cycles[whole + 1]
         steps += max(whole, 1) * alone * self.cycles[max(whole, 1)]
+        if m_tiles > 1:
+            steps *= 1 + HYBRID_ROWS
         rounds, fix_up = m_tiles * (full + (whole + left > 0)), HYBRID_US
         if not full and not whole:
             sharers = grid / max(1, left)
@@ -144,6 +148,8 @@ def _cycles(v: Variant, busy: int, format_factor: float) -> float:
     """
     factor = FEW_WARPGROUPS[v.m_tile >= 96][busy - 1] if busy <= 3 else 1.0
     factor *= K_GROUPS.get(v.warps_k, 1.0) * (SPARSE_PIECE_CYCLES if v.sparse else 1.0)
+    if v.n_sm // BLOCK_COLUMNS == v.warps_n:
+        factor *= ONE_BLOCK.get(v.m_tile, 1.0)
     dequantisation = 40.0 * (format_factor - 1) if v.m_tile <= 64 else 0.0
     row_bytes = 256 if v.sparse else 128
     activations = v.m_tile * row_bytes * BLOCK_COLUMNS / v.n_sm / v.multicast

@@ -6,6 +6,7 @@ launcher does not load, and the dispatch table never names them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -53,9 +54,10 @@ def collective_row(entry: Entry, record: Record) -> dict:
 
 
 def write_manifest(
-    folder: Path, arch: Arch, built: list[tuple[Entry, Record]], dispatch: list[dict]
+    folder: Path, arch: Arch, built: list[tuple[Entry, Record]], dispatch: list[dict], key: str
 ) -> bool:
-    """Writes manifest.json if it changed; every file it names exists."""
+    """Writes manifest.json if it changed; every file it names exists. key: what `dispatch` was made
+    from (rows.table_key)."""
     for entry, _ in built:
         binary = folder / file_name(entry.variant.name)
         if not binary.is_file():
@@ -68,9 +70,24 @@ def write_manifest(
         "layout_version": LAYOUT_VERSION,
         "variants": [variant_row(entry, record) for entry, record in kernels],
         "dispatch": dispatch,
+        "dispatch_key": _dispatch_key(key, dispatch),
         **({FAMILY: units} if units else {}),
     }
     return write_if_changed(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+
+
+def _dispatch_key(key: str, dispatch: list[dict]) -> str:
+    return f"{key}:{hashlib.sha256(json.dumps(dispatch).encode()).hexdigest()}"
+
+
+def earlier_dispatch(folder: Path, key: str) -> list[dict] | None:
+    """The rows of an existing manifest if they were made from the same `key` and are intact."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        rows = manifest["dispatch"]
+        return rows if manifest["dispatch_key"] == _dispatch_key(key, rows) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def listed_names(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -168,7 +169,7 @@ M_STEPS_HOPPER = (
 N_STEPS = (256, 512, *range(1024, 6145, 1024), *range(8192, 16385, 2048), 22528, 28672)
 # Hopper tiles are large and its SMs many: waves, and with them the choice, change in finer steps.
 N_STEPS_HOPPER = (
-    *range(256, 2048, 256),
+    *range(128, 2048, 128),
     *range(2048, 8192, 512),
     *range(8192, 16384, 1024),
     *range(16384, 40961, 2048),
@@ -261,6 +262,14 @@ def build_table(
         for geometries, fmt in classes:
             rows += model_rows(arch, _preferred(arch, geometries), fmt, sms)
     return DispatchTable(tuple(rows), names).without_unreachable()
+
+
+def table_key(arch: Arch, variants: Iterable[Variant], folder: Path = TUNING) -> str:
+    """Hash of all that build_table's rows follow from: variants, measurements, the model's code."""
+    digest = hashlib.sha256(f"{arch.name} {' '.join(v.name for v in variants)}".encode())
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), *sorted(folder.glob("*.json"))):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _preferred(arch: Arch, geometries: list[Geometry]) -> list[Geometry]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from generator import space
+from generator import manifest as made
+from generator import rows, space
 from generator.arch import ARCHS
 from generator.dispatch import DispatchRow, DispatchTable
 from generator.toolchain import BuildError, find_nvcc
@@ -297,3 +298,19 @@ def test_the_whole_default_table_compiles(cli, arch):
     families = [x for family in ARCHS[arch].families for x in ("--family", family)]
     run = _real(cli, arch, *families)
     assert run.returncode == 0, run.stderr
+
+
+def test_dispatch_rows_stay_until_something_behind_them_changes(cli):
+    cli.build("--only", ONE)
+    path = cli.folder / "out" / "sm_86" / "manifest.json"
+    first = json.loads(path.read_text())
+    variants = [Variant.parse(ONE)]
+    key = rows.table_key(ARCHS["sm_86"], variants)
+    assert made.earlier_dispatch(path.parent, key) == first["dispatch"]
+    assert rows.table_key(ARCHS["sm_80"], variants) != key
+    assert rows.table_key(ARCHS["sm_86"], [*variants, Variant.parse(TWO)]) != key
+    assert made.earlier_dispatch(path.parent, "another key") is None
+    path.write_text(json.dumps({**first, "dispatch": first["dispatch"][1:]}))
+    assert made.earlier_dispatch(path.parent, key) is None, "rows were lost"
+    cli.build("--only", ONE)
+    assert json.loads(path.read_text()) == first
