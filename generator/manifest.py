@@ -54,7 +54,7 @@ def collective_row(entry: Entry, record: Record) -> dict:
 
 
 def write_manifest(
-    folder: Path, arch: Arch, built: list[tuple[Entry, Record]], dispatch: list[dict], key: str
+    folder: Path, arch: Arch, built: list[tuple[Entry, Record]], dispatch: list[dict], key: str = ""
 ) -> bool:
     """Writes manifest.json if it changed; every file it names exists. key: what `dispatch` was made
     from (rows.table_key)."""
