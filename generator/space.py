@@ -72,7 +72,6 @@ HOPPER = (
     Row("m16_n64k256_w1x4_p8_dp_c1", SYM128, "9-16, one 64-wide tile a SM"),
     # batch 17..32
     Row("m32_n256k256_w4x1_p4_dp_c1", SYM128, "17-32, wide N, tiles just under one a SM"),
-    Row("m32_n256k128_w4x1_p8_dp_c1", SYM128, "the same in smaller stages: data sooner"),
     Row("m32_n256k256_w4x1_p4_hybrid_c1", SYM128, "wide N: equal columns", TILE_LOOP_SPILL),
     Row("m32_n256k256_w4x1_p3_hybrid_c1", REST, "wide N, the other formats", TILE_LOOP_SPILL),
     Row("m32_n128k256_w2x2_p6_dp_c1", SYM128, "17-32, two k groups, tiles just under a wave"),
@@ -85,7 +84,6 @@ HOPPER = (
     Row("m48_n128k128_w2x2_p6_split2_c1", SYM128, "33-48, medium N"),
     Row("m64_n256k256_w4x1_p3_hybrid_c1", ALL, "33-64, wide N, every format", TILE_LOOP_SPILL),
     Row("m64_n256k256_w4x1_p3_hybrid_c1_mc2", SYM128, "wide N: half the L2 reads", TILE_LOOP_SPILL),
-    Row("m64_n256k128_w4x1_p6_hybrid_c1_mc2", SYM128, "the same in smaller stages: data sooner"),
     Row("m64_n128k256_w2x1_p4_hybrid_c1_mc2", SYM128, "medium N: equal columns"),
     Row("m64_n128k128_w2x2_p6_dp_c1", SYM128, "one 128-wide tile a SM"),
     Row("m64_n128k128_w2x2_p6_split2_c1", ALL, "medium N, every format", TILE_LOOP_SPILL),
