@@ -164,7 +164,7 @@ def _around(x: int, all_x: list[int], reach: float) -> Range:
 M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 M_STEPS_HOPPER = (
     *(8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256, 288, 320, 384, 448, 512, 576),
-    *(640, 768, 1024, 1536, 2048),
+    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
 )
 N_STEPS = (256, 512, *range(1024, 6145, 1024), *range(8192, 16385, 2048), 22528, 28672)
 # Hopper tiles are large and its SMs many: waves, and with them the choice, change in finer steps.
@@ -178,7 +178,7 @@ N_STEPS_HOPPER = (
 K_STEPS = (1024, 2048, 4096, 8192)
 K_STEPS_HOPPER = (*range(1024, 3073, 512), 4096, 5120, 6144, 8192, 11264, 14336, 20480)
 BEYOND = {"m": 4096, "n": 57344, "k": 28672}  # what stands for everything larger
-TOLERANCE = 1.02  # a cell takes its neighbour's geometry if that costs at most this much more
+TOLERANCE = 1.01  # a cell takes its neighbour's geometry if that costs at most this much more
 
 
 def _cells(steps: tuple[int, ...], beyond: int, lowest: int) -> list[tuple[Range, int]]:
@@ -202,14 +202,18 @@ def model_rows(
         m_steps, k_steps = M_STEPS_HOPPER, K_STEPS_HOPPER
     columns = []  # per m: choices over (n, k)
     for m_range, m in _cells(m_steps, BEYOND["m"], 0):
-        # Row tiles several times too tall are never the choice: leaving them out saves time.
-        near = [v for v in variants if v.m_tile <= 4 * max(m, 8)] or variants
+        # Row tiles much too tall or too flat are never the choice: leaving them out saves time.
+        low, high = min(m, 2048) / 20, 4 * max(m, 8)
+        near = [v for v in variants if low <= v.m_tile <= high] or variants
         totals = cost.totals(near, gpu)
         for k_range, k in _cells(k_steps, BEYOND["k"], 1):
             choice = None
             for n_range, n in _cells(n_steps, BEYOND["n"], 1):
-                problem = ProblemShape(m, n, k, fmt[2], fmt[0], fmt[1], variants[0].sparse)
-                choice = _cheapest(near, totals(problem), choice)
+                points = [
+                    ProblemShape(x, y, k, fmt[2], fmt[0], fmt[1], variants[0].sparse)
+                    for x, y in _corners(m_range, m, n_range, n)
+                ]
+                choice = _cheapest(near, [totals(p) for p in points], choice)
                 columns.append((m_range, n_range, k_range, choice.geometry().name))
     rows = [DispatchRow(m, n, k, g, MODEL, sms=sms) for m, n, k, g in columns]
     for axis in "nkm":
@@ -217,11 +221,28 @@ def model_rows(
     return rows
 
 
-def _cheapest(variants: list[Variant], costs: list[float], favourite: Variant | None) -> Variant:
-    best = min(costs)
-    if favourite is not None and costs[variants.index(favourite)] <= TOLERANCE * best:
+def _corners(m_range: Range, m: int, n_range: Range, n: int) -> list[tuple[int, int]]:
+    """Where in a cell the model is asked: the number of tiles, and with it the choice, can differ
+    from one end of a cell to the other. Up to 64 rows it does so with n alone.
+    """
+    low_n = max(n_range.lo, BLOCK_COLUMNS)
+    if m <= 64 or m_range.hi is None:
+        return [(m, n), (m, low_n)]
+    return [(m, n), (m, low_n), (m_range.lo, n), (m_range.lo, low_n)]
+
+
+def _cheapest(
+    variants: list[Variant], costs: list[list[float]], favourite: Variant | None
+) -> Variant:
+    """The variant that is least behind the best one, on average over the points of a cell."""
+    behind = [0.0] * len(variants)
+    for point in costs:
+        best = min(point)
+        behind = [b + c / best for b, c in zip(behind, point)]
+    best = min(behind)
+    if favourite is not None and behind[variants.index(favourite)] <= TOLERANCE * best:
         return favourite
-    return variants[costs.index(best)]  # ties: the first declared
+    return variants[behind.index(best)]  # ties: the first declared
 
 
 def _merge(rows: list[DispatchRow], axis: str) -> list[DispatchRow]:
