@@ -18,6 +18,7 @@ from .reference import column_chunks
 
 ATOM = 16  # columns and depth of what the order repeats
 GROUP_SIZES = (64, 128)  # as stored: a tile is 64 deep and takes one scale a column
+DTYPES = (torch.float16, torch.bfloat16)  # of activations, and of the scales with them
 ALIGNMENT = 8  # elements: 16 bytes, which TMA asks of every row
 
 
@@ -70,14 +71,20 @@ def repack(w: PackedWeight, dtype: torch.dtype) -> CollectiveWeight:
     of scales to `dtype`.
 
     alpha is the power of two that brings the largest scale below 1, so that no scale overflows.
-    Raises ValueError naming the rule that `w` breaks.
+    Raises ValueError naming the rule that `w` breaks, TypeError for anything but a PackedWeight.
     """
+    if not isinstance(w, PackedWeight):
+        raise TypeError(f"w must be a PackedWeight, not {type(w).__name__}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: torch.float16 or torch.bfloat16 is required")
     reason = why_not(w)
     if reason is not None:
         raise ValueError(reason)
     tiles = ceil_div(w.n, ATOM)
     codes = torch.empty(w.k // ATOM, tiles, 128, dtype=torch.uint8, device=w.device)
-    scales = torch.empty(w.k // w.stored_group_size, w.n, device=w.device)
+    # Not the default dtype, which engines set to fp16 while they load: a scale may be larger.
+    groups = w.k // w.stored_group_size
+    scales = torch.empty(groups, w.n, dtype=torch.float32, device=w.device)
     for first, last in column_chunks(w):
         start, stop = first * BLOCK_COLUMNS, min(last * BLOCK_COLUMNS, w.n)
         part = unpack(w, first, last)

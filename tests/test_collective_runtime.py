@@ -90,6 +90,27 @@ def test_scales_that_fp16_cannot_hold_keep_their_ratios():
     assert nothing.alpha == 1 and not values_of(nothing).any()
 
 
+def test_large_scales_survive_another_default_dtype():
+    weight = mc.pack(
+        torch.randint(0, 16, (128, 16)).byte(), torch.full((2, 16), 1e6), group_size=64
+    )
+    expected = collective.repack(weight, torch.float16)
+    torch.set_default_dtype(torch.float16)  # as engines do while they load
+    try:
+        found = collective.repack(weight, torch.float16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.alpha == expected.alpha and torch.equal(found.scales, expected.scales)
+
+
+def test_repack_wants_a_packed_weight_and_a_type_of_activations():
+    weight, _ = packed(128, 64, 64)
+    with pytest.raises(TypeError, match="PackedWeight, not Tensor"):
+        collective.repack(torch.zeros(2, 2), torch.float16)
+    with pytest.raises(ValueError, match=r"dtype=torch\.float32: torch\.float16 or"):
+        collective.repack(weight, torch.float32)
+
+
 def test_act_order_keeps_its_permutation():
     g_idx = torch.arange(256)[torch.randperm(256)] // 64
     weight, values = packed(256, 64, 64, g_idx=g_idx)
