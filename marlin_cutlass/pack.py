@@ -278,7 +278,9 @@ def _code_words(q: Tensor) -> Tensor:
     fill a byte, and a word is four such bytes, of different k, rotated left by 2.
     """
     k_blocks, n_blocks = q.shape[0] // BLOCK_DEPTH, q.shape[1] // BLOCK_COLUMNS
-    fours = q.contiguous().view(torch.int32)  # bytes: v 0 j 0, v 0 j 1, v 1 j 0, v 1 j 1
+    q = q.contiguous()
+    q = q.clone() if q.storage_offset() % 4 else q  # a part of a larger tensor, between words
+    fours = q.view(torch.int32)  # bytes: v 0 j 0, v 0 j 1, v 1 j 0, v 1 j 1
     fours = fours.bitwise_right_shift(12).bitwise_or_(fours)  # bytes j = 0, 1, and two of no use
     # k = block, half, step, u (deep / 8), t (lane % 4), high; n = block, atom, i (4 columns), byte
     both = fours.view(torch.uint8).view(k_blocks, 2, 4, 2, 4, 2, n_blocks, 4, 4, 4)[..., :2]

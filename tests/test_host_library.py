@@ -57,6 +57,9 @@ def test_rows_apart_columns_apart_and_act_order(without):
     expected = without(pack, q, scales, group_size=64)
     assert pack(wide[:, 100:228], scales, group_size=64) == expected
     assert pack(q.t().contiguous().t(), scales, group_size=64) == expected
+    odd = torch.cat((q.new_zeros(1), q.flatten()))[1:].view(256, 128)  # starts between words
+    assert without(pack, odd, scales, group_size=64) == expected
+    assert pack(odd, scales, group_size=64) == expected
     index = (torch.arange(256) // 64)[torch.randperm(256)]
     expected = without(pack, q, scales, group_size=64, g_idx=index)
     assert pack(q, scales, group_size=64, g_idx=index) == expected
