@@ -108,6 +108,32 @@ def test_wrong_tensors_are_named():
         mc.from_compressed_tensors(file["weight_packed"], group_size=128)
     with pytest.raises(ValueError, match="no zero points"):
         mc.from_compressed_tensors(**file, group_size=128, symmetric=False)
+    with pytest.raises(ValueError, match=r"actorder='group': .* no activation order"):
+        mc.from_compressed_tensors(**file, group_size=128, actorder="group")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"B": None}, TypeError, "codes are NoneType: a tensor is required"),
+        ({"s": [1.0]}, TypeError, "scales are list"),
+        ({"meta": None}, TypeError, "meta are NoneType"),
+        ({"s": torch.tensor(1.0)}, ValueError, r"scales have shape \(\)"),
+        ({"meta": torch.zeros(16, 64, dtype=torch.int16, device="meta")}, ValueError, "on meta"),
+        ({"group_size": 32}, ValueError, "group_size=32 is not supported with 2:4 sparsity"),
+        ({"group_size": "128"}, TypeError, "group_size='128' must be an int"),
+    ],
+)
+def test_what_is_no_sparse_weight_is_refused_by_name(changes, error, message):
+    whole = {
+        "B": torch.zeros(8, 128, dtype=torch.int32),
+        "s": torch.ones(2, 64).half(),
+        "meta": torch.full((16, 64), 0x4444, dtype=torch.int16),
+        "group_size": 128,
+    }
+    assert mc.formats.from_sparse_marlin(**whole).sparse
+    with pytest.raises(error, match=message):
+        mc.formats.from_sparse_marlin(**{**whole, **changes})
 
 
 def folder(path: Path, tensors: dict, quant: dict) -> Path:

@@ -118,6 +118,8 @@ def from_compressed_tensors(
     """
     rest = (weight_scale, weight_zero_point, weight_shape, weight_g_idx)
     if scale_packed is not None or meta is not None:
+        if actorder not in (None, False, "static", "weight"):
+            raise ValueError(f"actorder={actorder!r}: marlin-24 layers have no activation order")
         return _from_marlin_24(weight_packed, scale_packed, meta, rest, group_size, symmetric)
     if weight_scale is None:
         raise ValueError("weight_scale is missing (or scale_packed and meta of a marlin-24 layer)")

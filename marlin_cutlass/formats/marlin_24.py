@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from ..layout import sparse_block_bytes
 from .bits import unpack_nibbles
 from .marlin import NIBBLE_TO_PAIR, TILE, _restore
 from .weight import SYMMETRIC_ZERO, QuantizedWeight, check_group_size, check_scales
@@ -69,7 +70,11 @@ def _places(meta: torch.Tensor, k: int, n: int, name: str) -> torch.Tensor:
 
 def _sizes(B: torch.Tensor, s: torch.Tensor, meta: torch.Tensor, name: str) -> tuple[int, int]:
     """(K, N), from tensors that agree on them."""
-    for role, tensor, dtype in (("codes", B, torch.int32), ("meta", meta, torch.int16)):
+    wanted = (("codes", B, torch.int32), ("scales", s, None), ("meta", meta, torch.int16))
+    for role, tensor, dtype in wanted:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: {role} are {type(tensor).__name__}: a tensor is required")
+        dtype = dtype or tensor.dtype  # of scales: check_scales
         if tensor.dim() != 2 or tensor.dtype != dtype:
             raise ValueError(
                 f"{name}: {role} have shape {tuple(tensor.shape)} and dtype {tensor.dtype}:"
@@ -82,12 +87,15 @@ def _sizes(B: torch.Tensor, s: torch.Tensor, meta: torch.Tensor, name: str) -> t
             f" {tuple(meta.shape)} do not fit: [K/32, 2N], [G, N] and N * K / 16 values are"
             " required for 4 bits, with N a multiple of 64"
         )
+    if B.device != meta.device:
+        raise ValueError(f"{name}: codes are on {B.device} and meta on {meta.device}")
     return k, n
 
 
 def _read(B, s, meta, group_size: int, name: str, grouped) -> QuantizedWeight:
     k, n = _sizes(B, s, meta, name)
     groups = check_group_size(group_size, k)
+    sparse_block_bytes(group_size)  # refuses 32
     check_scales(s, groups, n, f"{name}: scales")
     fours = torch.full((k // FOUR, FOUR, n), SYMMETRIC_ZERO, dtype=torch.uint8, device=B.device)
     places = _places(meta, k, n, name).long()
@@ -107,7 +115,8 @@ def read_sparse_marlin(
     """Decode one layer of Sparse-Marlin (`Layer_2_4.pack(..., trans=True)`, the order that its
     kernel reads), torchao or vLLM's gptq_marlin_24 (B_24, s, B_meta).
 
-    K must be a multiple of 32 and N of 64. group_size: 64, 128, a multiple of 128, or -1.
+    K must be a multiple of 32 and N of 64. group_size: 64, 128, a multiple of 128, or -1. Raises
+    TypeError or ValueError naming what does not fit.
     """
     return _read(B, s, meta, group_size, name, lambda k: group_size not in (-1, k))
 
