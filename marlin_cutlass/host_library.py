@@ -72,6 +72,17 @@ def load(build: bool = False) -> ctypes.CDLL | None:
         return _library
 
 
+def required() -> ctypes.CDLL:
+    """The library, built if it is not there; LibraryError where it cannot be."""
+    library = load(build=True)
+    if library is None:
+        raise LibraryError(
+            "the host library is needed and cannot be built: no C++ compiler (g++, or set CXX), or "
+            "no folder for what it makes (MARLIN_CUTLASS_BUILD)"
+        )
+    return library
+
+
 def _for(tensor: Tensor, codes: int) -> ctypes.CDLL | None:
     return load(codes >= BUILD_CODES) if tensor.device.type == "cpu" else None
 
@@ -134,11 +145,9 @@ def better_codes(
 ) -> None:
     """`mc_better_codes` (csrc/host_pack.cc) on contiguous float32 CPU tensors; `free` is uint8.
 
-    Raises LibraryError where the library cannot be built: torch has nothing of the kind.
+    Raises LibraryError as `required`: torch has nothing of the kind.
     """
-    library = load(build=True)
-    if library is None:
-        raise LibraryError("no C++ compiler, or no folder for what it makes: see $CXX")
+    library = required()
     rows, n = steps.shape
     tensors = (hessian, output, gradient, steps, scales, low, high, free, change, spread)
     library.mc_better_codes(

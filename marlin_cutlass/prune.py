@@ -30,7 +30,7 @@ def prune_2_4(
 
     Returns a new tensor of the same dtype. Raises TypeError or ValueError naming the argument.
     """
-    from .quantize import _hessian_of, check_weight
+    from .quantize import check_weight, needed_hessian
 
     check_weight(weight)
     if method not in METHODS:
@@ -41,26 +41,21 @@ def prune_2_4(
         if inputs is not None or hessian is not None:
             raise ValueError("method='magnitude' takes neither inputs= nor hessian=")
         return torch.where(magnitude_mask(weight), weight, torch.zeros_like(weight))
-    if (hessian is None) == (inputs is None):
-        raise ValueError("method='sparsegpt' needs exactly one of inputs= and hessian=")
-    k = weight.shape[1]
-    if hessian is None:
-        hessian = _hessian_of(inputs, k)
-    if tuple(hessian.shape) != (k, k):
-        raise ValueError(f"hessian has shape {tuple(hessian.shape)}; [{k}, {k}] is required")
-    return _sparsegpt(weight, hessian, percdamp)
+    return _sparsegpt(weight, needed_hessian(method, weight.shape[1], inputs, hessian), percdamp)
 
 
 def check_sparsity(
     sparsity: str | None, k: int, group_size: int, symmetric: bool, act_order: bool | str = False
 ) -> None:
-    """Raises ValueError unless a K-deep weight of this format can have the sparsity."""
+    """Raises ValueError, or TypeError, unless such a K-deep weight can have the sparsity."""
     from .layout import sparse_block_bytes
 
     if sparsity not in SPARSITIES:
         raise ValueError(f"sparsity={sparsity!r} is unknown: '2:4' or None")
     if sparsity is None:
         return
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise TypeError(f"group_size={group_size!r} must be an int")
     sparse_block_bytes(group_size)
     if not symmetric:
         raise ValueError("sparsity='2:4' needs symmetric=True: a zero must have the code 8")

@@ -259,6 +259,13 @@ def test_inverse_factor_is_the_factor_of_the_damped_inverse():
             ValueError,
             "refine=-1: a number of passes",
         ),
+        ({"refine": 1.5}, ValueError, "refine=1.5: a number of passes"),
+        ({"signed_scales": "yes"}, TypeError, "signed_scales='yes'"),
+        ({"method": "gptq", "hessian": "h"}, TypeError, "hessian is str"),
+        ({"method": "gptq", "inputs": ["x"]}, TypeError, "inputs holds str"),
+        ({"method": "gptq", "inputs": 5}, TypeError, "inputs is int"),
+        ({"method": "gptq", "inputs": torch.tensor(1.0)}, TypeError, "inputs holds a scalar"),
+        ({"sparsity": "2:4", "group_size": "128"}, TypeError, "group_size='128' must be an int"),
     ],
 )
 def test_wrong_arguments(options, error, message):

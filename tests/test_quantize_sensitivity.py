@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from marlin_cutlass import host_library
+from marlin_cutlass.errors import LibraryError
 from marlin_cutlass.quantize import GptqOptions, Moments, quantize_gptq, quantize_model
 from marlin_cutlass.quantize.calibration import model_calls
-from marlin_cutlass.quantize.sensitivity import OUTPUT_DAMPING, measure
+from marlin_cutlass.quantize.refine import _better_scale
+from marlin_cutlass.quantize.sensitivity import OUTPUT_DAMPING, Sensitivity, measure
 
 K, HIDDEN, N = 64, 96, 16
 
@@ -127,3 +130,35 @@ def test_coupling_keeps_what_sparsity_drops():
     kept = (found.q != 8).view(K // 4, 4, HIDDEN).sum(1)
     assert int(kept.max()) <= 2 and float(kept.float().mean()) > 1.5
     assert found.to_packed().sparse
+
+
+def test_a_column_without_steps_does_not_stop_the_others():
+    torch.manual_seed(5)
+    hessian = torch.cov(torch.randn(64, 300)) + 0.1 * torch.eye(64)
+    output = normalised(torch.cov(torch.randn(4, 40))) + 0.1 * torch.eye(4)
+    steps = torch.randint(-8, 8, (64, 4)).float()
+    steps[:, 1] = 0
+    gradient = hessian @ (0.1 * steps) @ output  # the scales are 0.1 too small
+    scale = torch.full((4,), 0.4)
+    shift = _better_scale(steps, hessian, gradient, scale, torch.float32, output)
+    assert float(shift[1]) == 0 and bool((shift[[0, 2, 3]] > 0).all())
+    assert bool(torch.isfinite(scale).all())
+
+
+def test_a_gradient_that_overflows_says_nothing():
+    item = Sensitivity(2, torch.device("cpu"))
+    item.add(torch.tensor([[1.0, float("inf")]]), 0)
+    assert item.finish(1) is None
+
+
+def test_what_sensitivity_needs_is_said_before_the_work(monkeypatch):
+    model, samples = nn.Sequential(nn.Linear(128, 64)), [torch.ones(2, 128)]
+    with pytest.raises(ValueError, match="sensitivity=True needs method='gptq'"):
+        quantize_model(model, method="rtn", sensitivity=True, progress=False)
+    with pytest.raises(TypeError, match="sensitivity='yes'"):
+        quantize_model(model, samples, sensitivity="yes", progress=False)
+    monkeypatch.setattr(host_library, "_library", None)
+    monkeypatch.setattr(host_library, "_failed", True)
+    with pytest.raises(LibraryError, match="no C"):
+        quantize_model(model, samples, sensitivity=True, progress=False)
+    assert isinstance(model[0], nn.Linear)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterable
 
 import torch
 
 from ..formats.weight import QuantizedWeight
 from ..prune import METHODS as PRUNE_METHODS
 from ..prune import check_sparsity, magnitude_mask, prune_2_4
-from .gptq import GptqOptions, quantize_gptq
+from .gptq import GptqOptions, check_search, quantize_gptq
 from .hessian import Moments
 from .model import quantize_model
 from .report import LayerReport, ModelReport
@@ -44,13 +45,32 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
 
 
 def _hessian_of(inputs, k: int) -> torch.Tensor:
+    if not isinstance(inputs, Iterable):
+        raise TypeError(f"inputs is {type(inputs).__name__}; tensors [..., {k}] are required")
     samples = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    for x in samples:
+        if not isinstance(x, torch.Tensor) or x.dim() == 0:
+            found = "a scalar" if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"inputs holds {found}; tensors [..., {k}] are required")
     hessian = Moments(k, samples[0].device if samples else "cpu")
     for x in samples:
         hessian.add(x)
     if not hessian.tokens:
         raise ValueError("inputs holds no calibration tokens")
     return hessian.matrix
+
+
+def needed_hessian(method: str, k: int, inputs, hessian) -> torch.Tensor:
+    """The Hessian [K, K] that was given or that follows from `inputs`; exactly one is needed."""
+    if (hessian is None) == (inputs is None):
+        raise ValueError(f"method={method!r} needs exactly one of inputs= and hessian=")
+    if hessian is None:
+        return _hessian_of(inputs, k)
+    if not isinstance(hessian, torch.Tensor):
+        raise TypeError(f"hessian is {type(hessian).__name__}; a tensor [{k}, {k}] is required")
+    if tuple(hessian.shape) != (k, k):
+        raise ValueError(f"hessian has shape {tuple(hessian.shape)}; [{k}, {k}] is required")
+    return hessian
 
 
 def quantize_weight(
@@ -75,7 +95,9 @@ def quantize_weight(
     weight = weight.detach()  # a Parameter too
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown: one of {', '.join(METHODS)}")
-    check_sparsity(sparsity, weight.shape[1], group_size, symmetric, act_order)
+    k = weight.shape[1]
+    check_sparsity(sparsity, k, group_size, symmetric, act_order)
+    check_search(refine, signed_scales)
     if prune is not None and (sparsity is None or prune not in PRUNE_METHODS):
         raise ValueError(
             f"prune={prune!r} with sparsity={sparsity!r}: it is one of {', '.join(PRUNE_METHODS)},"
@@ -96,13 +118,7 @@ def quantize_weight(
     order = (act_order, scale_dtype, sparsity, refine, signed_scales)
     options = GptqOptions(group_size, symmetric, search, percdamp, *order)
     mask = magnitude_mask(weight) if prune == "magnitude" else None
-    return quantize_gptq(weight, _needed_hessian(weight, **data), options, mask)[0]
-
-
-def _needed_hessian(weight: torch.Tensor, inputs, hessian) -> torch.Tensor:
-    if (hessian is None) == (inputs is None):
-        raise ValueError("method='gptq' needs exactly one of inputs= and hessian=")
-    return _hessian_of(inputs, weight.shape[1]) if hessian is None else hessian
+    return quantize_gptq(weight, needed_hessian(method, k, **data), options, mask)[0]
 
 
 def quantize(weight: torch.Tensor, method: str = "rtn", **options):

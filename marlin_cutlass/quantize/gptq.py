@@ -22,6 +22,14 @@ from .refine import refine
 BLOCK = 128  # rows whose error is applied lazily to the rest; the paper's block size
 
 
+def check_search(refine: int, signed_scales: bool) -> None:
+    """Raises ValueError or TypeError for what is no number of passes, or no switch."""
+    if type(refine) is not int or refine < 0:
+        raise ValueError(f"refine={refine!r}: a number of passes from 0 on is required")
+    if type(signed_scales) is not bool:
+        raise TypeError(f"signed_scales={signed_scales!r}: True or False is required")
+
+
 @dataclass(frozen=True)
 class GptqOptions:
     """percdamp, clip search, order and sparsity of GPTQ, and what follows it; see `quantize`."""
@@ -37,8 +45,7 @@ class GptqOptions:
     signed_scales: bool = True
 
     def __post_init__(self) -> None:
-        if type(self.refine) is not int or self.refine < 0:
-            raise ValueError(f"refine={self.refine!r}: a number of passes from 0 on is required")
+        check_search(self.refine, self.signed_scales)
         if self.act_order not in (False, True, "static"):
             raise ValueError(f"act_order={self.act_order!r}: False, True or 'static' is required")
 

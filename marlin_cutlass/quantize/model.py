@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from .. import host_library
 from ..formats.weight import check_group_size
 from ..progress import progress_bar
 from ..prune import CHUNK, check_sparsity
@@ -173,6 +174,16 @@ def _settings(method, options: GptqOptions, clip, compensate, layers, samples: i
     }
 
 
+def _check_sensitivity(sensitivity: bool, method: str, refine: int) -> None:
+    """Before the backward pass is spent on it."""
+    if type(sensitivity) is not bool:
+        raise TypeError(f"sensitivity={sensitivity!r}: True or False is required")
+    if sensitivity and method != "gptq":
+        raise ValueError("sensitivity=True needs method='gptq': rounding to nearest weighs nothing")
+    if sensitivity and refine:
+        host_library.required()
+
+
 def quantize_model(
     model: nn.Module,
     calibration: Iterable | None = None,
@@ -232,6 +243,7 @@ def quantize_model(
     search = clip in ("auto", True)
     form = (group_size, symmetric, search, percdamp, act_order, scale_dtype, sparsity)
     options = GptqOptions(*form, refine, signed_scales)
+    _check_sensitivity(sensitivity, method, refine)
     rtn_clip = "mse" if clip in ("mse", True) else None
     folder = ResumeFolder(
         resume,

@@ -112,7 +112,8 @@ def _better_scale(steps, hessian, gradient, scale, scale_dtype: torch.dtype, out
         best = scale + torch.where(curvature > 0, slope / curvature, 0)
     else:  # one after the other, as the solution of a triangular system
         curvature = (steps.t() @ (hessian @ steps)) * output
-        torch.diagonal(curvature)[scale == 0] = 1.0
+        diagonal = torch.diagonal(curvature)
+        diagonal[diagonal <= 0] = 1.0  # columns without a step: nothing to solve, no 0 / 0
         solve = torch.linalg.solve_triangular
         best = scale + solve(curvature.tril(), slope.unsqueeze(1), upper=False).squeeze(1)
     best = round_mantissa(best, scale_dtype)

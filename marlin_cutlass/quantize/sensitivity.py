@@ -9,6 +9,7 @@ in K-FAC (Martens & Grosse, 2015) it is split in two factors: O = mean g g^T for
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -42,11 +43,12 @@ class Sensitivity:
             self.weights[sample] = None
 
     def finish(self, samples: int) -> Sensitivity | None:
-        """Normalised: a mean weight of 1, a mean diagonal of 1 and damping; None without data."""
+        """Normalised: a mean weight of 1, a mean diagonal of 1 and damping; None without data, or
+        where a gradient overflowed."""
         self.weights += [None] * (samples - len(self.weights))
         present = [w for w in self.weights if w is not None]
         mean = float(torch.diagonal(self.output).mean())
-        if not present or not mean > 0:
+        if not present or not 0 < mean < math.inf:
             return None
         self.output /= mean
         torch.diagonal(self.output).add_(OUTPUT_DAMPING)
