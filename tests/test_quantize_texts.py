@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from marlin_cutlass.quantize.folder import quantize_folder
 from marlin_cutlass.quantize.texts import read_texts, vocabulary_texts, vocabulary_words
 
 
@@ -46,6 +47,9 @@ def test_texts_follow_the_order_of_the_vocabulary():
 def test_a_vocabulary_without_words_is_refused():
     with pytest.raises(ValueError, match="no whole words"):
         vocabulary_texts(Tokenizer("[PAD]", "1", "##ing", "a"), 3)
+    for sizes in ({"count": 0}, {"count": 2, "words": (9, 2)}, {"count": 2, "words": (0, 0)}):
+        with pytest.raises(ValueError, match="at least one text"):
+            vocabulary_texts(Tokenizer("one", "two"), **sizes)
 
 
 def test_texts_of_files(tmp_path):
@@ -56,6 +60,19 @@ def test_texts_of_files(tmp_path):
     objects.write_text('{"text": "one"}\n{"other": 2}\n')
     with pytest.raises(ValueError, match=r"texts.jsonl:2 is not a JSON object"):
         read_texts(objects)
+    objects.write_text('{"text": ["one"]}\n')
+    with pytest.raises(ValueError, match=r'texts.jsonl:1: "text" is list, not a string'):
+        read_texts(objects)
+    objects.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"texts.jsonl is not text in UTF-8"):
+        read_texts(objects)
     lines.write_text("\n")
     with pytest.raises(ValueError, match="no calibration text"):
         read_texts(lines)
+
+
+def test_folders_need_a_list_of_texts(tmp_path):
+    with pytest.raises(TypeError, match="texts='hello': a list of texts"):
+        quantize_folder(tmp_path, tmp_path / "out", "hello")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        quantize_folder(tmp_path / "none", tmp_path / "out", ["hello"])

@@ -56,6 +56,10 @@ def quantize_folder(
     src, dst = Path(src), Path(dst)
     if dst.exists() and not overwrite and any(dst.iterdir()):
         raise FileExistsError(f"{dst} exists and is not empty: pass overwrite=True (--overwrite)")
+    if isinstance(texts, str) and texts != VOCABULARY:
+        raise TypeError(f"texts={texts[:40]!r}: a list of texts or {VOCABULARY!r} is required")
+    if not (src / "config.json").is_file():
+        raise FileNotFoundError(f"{src} has no config.json")
     model, tokenizer = load_transformers(src)
     if texts == VOCABULARY:
         texts = vocabulary_texts(tokenizer, VOCABULARY_TEXTS)

@@ -12,16 +12,23 @@ COMMON_WORDS = 20  # the most frequent ones, about equally likely
 def read_texts(path: str | Path) -> list[str]:
     """Calibration texts, one per line, or JSON lines with a "text" entry; no empty ones."""
     path = Path(path)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         line = line.strip()
         if not line or path.suffix != ".jsonl":
             texts.append(line)
             continue
         try:
-            texts.append(json.loads(line)["text"])
+            text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f'{path}:{number} is not a JSON object with a "text" entry') from None
+        if not isinstance(text, str):
+            raise ValueError(f'{path}:{number}: "text" is {type(text).__name__}, not a string')
+        texts.append(text)
     texts = [text for text in texts if text]
     if not texts:
         raise ValueError(f"{path} holds no calibration text")
@@ -46,8 +53,10 @@ def vocabulary_texts(
 
     They say nothing, but show a model every common word of its language among others: where real
     text of the later use is missing, they go beyond the words that the text at hand has. The same
-    seed gives the same texts. ValueError for a vocabulary without words.
+    seed gives the same texts. ValueError for a vocabulary without words, or sizes below 1.
     """
+    if count < 1 or not 1 <= words[0] <= words[1]:
+        raise ValueError(f"count={count}, words={words}: at least one text of first <= last words")
     vocabulary = vocabulary_words(tokenizer)
     if not vocabulary:
         raise ValueError("the tokenizer's vocabulary has no whole words to make texts of")
