@@ -112,6 +112,10 @@ def enumerate_space(problem: ProblemShape, arch: Arch, gpu: Gpu, overrides: Over
     The declared rows of generator/space.py are always among them unless --set excludes them. Raises
     ValueError where nothing is legal.
     """
+    for family in overrides.get("family", ()):
+        if (family in SPARSE_FAMILIES) != problem.sparse:
+            kind, option = ("dense", "without") if problem.sparse else ("2:4-sparse", "with")
+            raise ValueError(f"--set family={family}: it is for {kind} weights, {option} --sparse")
     legal = {v.name: v for v in declared(problem, arch, overrides)}
     reasons: Counter = Counter()
     examples: dict[str, str] = {}

@@ -142,6 +142,18 @@ def test_formats_that_do_not_exist_are_refused(command, monkeypatch):
         assert done.exit_code == 2 and "sparse needs zeros=False and group_size 64" in text
 
 
+@pytest.mark.parametrize(
+    ("family", "more", "rule"),
+    [
+        ("hopper", ["--sparse"], "it is for dense weights, without --sparse"),
+        ("hopper_sparse", [], "it is for 2:4-sparse weights, with --sparse"),
+    ],
+)
+def test_explore_names_a_family_for_the_other_weights(family, more, rule):
+    done = run("explore", "16x4096x4096", "--gpu", "H200", "--set", f"family={family}", *more)
+    assert done.exit_code == 2 and rule in " ".join(done.output.split())
+
+
 def test_profile_passes_the_kind_of_weight_on(tmp_path, monkeypatch):
     argv = make_ncu(tmp_path, monkeypatch, csv_text())
     assert run("profile", "16x4096x4096", "--sparse").exit_code == 0
