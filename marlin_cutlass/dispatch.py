@@ -355,7 +355,6 @@ def _hybrid_passes(kernel: Kernel, n_blocks: int, grid: int) -> int:
 
 
 # ---- where tables are
-# ------------------------------------------------------------------------------------------------
 
 
 def build_roots() -> list[Path]:
@@ -412,7 +411,6 @@ def missing_text(major: int, minor: int, built: dict[str, Path] | None = None) -
 
 
 # ---- reading -------------------------------------------------------------------------------------
-# --------------------
 
 
 def load_table(folder: Path, exclude: str | None = None) -> Table:

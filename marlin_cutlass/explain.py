@@ -197,7 +197,6 @@ def _by_rows(table: dispatch.Table, call: dict[str, Any]) -> Explanation:
 
 
 # ---- the installation
-# ------------------------------------------------------------------------------------------------
 
 
 def build_info() -> dict[str, Any]:

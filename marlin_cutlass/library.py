@@ -138,7 +138,6 @@ def _int32(values: Sequence[int]) -> ctypes.Array:
 
 
 # ---- compiling -----------------------------------------------------------------------------------
-# --------------------
 
 
 def source_folder() -> Path:
@@ -260,7 +259,6 @@ def _compile(target: Path, defines: Sequence[str]) -> None:
 
 
 # ---- loading -------------------------------------------------------------------------------------
-# --------------------
 
 
 def load() -> Launcher:
