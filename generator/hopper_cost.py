@@ -111,7 +111,8 @@ class HopperModel:
         clusters = self.sms * v.ctas_per_sm // v.split
         clusters = int(clusters * CLUSTERS_OF_FOUR) if v.split == 4 else clusters
         rounds = ceil_div(self._tiles(blocks, m_tiles), max(1, clusters))
-        return rounds * self._tile_cycles(k_steps) / v.split, rounds, rounds * CLUSTER_US
+        cycles = rounds * v.ctas_per_sm * self._tile_cycles(k_steps) / v.split
+        return cycles, rounds, rounds * CLUSTER_US
 
     def _stream_k(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
         v, tiles = self.v, self._tiles(blocks, m_tiles)

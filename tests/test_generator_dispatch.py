@@ -268,3 +268,11 @@ def test_reference_gpu_follows_the_number_of_sms():
     assert reference_gpu(ARCHS["sm_86"], 72).name == "A10"
     assert reference_gpu(ARCHS["sm_90a"], 132).name == "H200"
     assert reference_gpu(ARCHS["sm_90a"], 114).name == "H200"
+
+
+def test_ctas_that_share_an_sm_share_its_time():
+    name = "w4a16_hopper_f16_g128_m16_n64k128_w1x2_p6_split4_c{}"
+    problem = ProblemShape(16, 8192, 4096)
+    one, three = (estimate(problem, Variant.parse(name.format(c)), GPUS["H200"]) for c in (1, 3))
+    assert three.waves < one.waves
+    assert three.compute >= 0.9 * one.compute  # fewer rounds, each as much longer
