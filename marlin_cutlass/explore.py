@@ -24,11 +24,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from generator.arch import ARCHS, Arch, Gpu, arch_for_capability, resolve_arch
+from generator.collective import CollectiveVariant
 from generator.cost import estimate, reference_gpu
 from generator.problem import ProblemShape
 from generator.variant import Variant
 from marlin_cutlass import dispatch, jit
-from marlin_cutlass.collective import is_collective
+from marlin_cutlass.collective import full_name, is_collective
 from marlin_cutlass.explore_candidates import gpu_for, gpu_named
 from marlin_cutlass.explore_collective import collective_rows, ours
 from marlin_cutlass.explore_measure import Format, Measured, Timer, measure
@@ -378,7 +379,10 @@ def full_names(texts: Iterable[str], fmt: Format) -> tuple[str, ...]:
     found = []
     for text in texts:
         name = text if text.startswith(PREFIX) else f"{PREFIX}{text}"
-        if not is_collective(name):
+        if is_collective(name):
+            name = full_name(name, fmt.dtype)
+            CollectiveVariant.parse(name)
+        else:
             if "_g" not in name:
                 name = dispatch.with_format(name, fmt.dtype, fmt.zeros, fmt.group_size)
             Variant.parse(name)

@@ -24,6 +24,8 @@ from generator.arch import GPUS
 from generator.problem import ProblemShape
 from marlin_cutlass import bench, collective, collective_weight, explore_collective
 from marlin_cutlass.errors import LibraryError, TableError
+from marlin_cutlass.explore import full_names
+from marlin_cutlass.explore_measure import Format
 from marlin_cutlass.sparse import pack_sparse
 
 NAME = "w4a16_collective_f16_m16_n128k64_coop_dp"
@@ -349,6 +351,14 @@ def test_without_a_gpu_it_is_refused():
 
 
 # ---- explore and the peers -----------------------------------------------------------------------
+
+
+def test_explore_leaves_units_out_by_name_or_geometry():
+    name = "w4a16_collective_f16_m16_n128k64_coop_dp"
+    given = (name, name.replace("f16_", ""), "collective_m16_n128k64_coop_dp")
+    assert full_names(given, Format()) == (name,) * 3
+    with pytest.raises(ValueError, match="is malformed"):
+        full_names(["collective_foo"], Format())
 
 
 def test_built_units_are_candidates_of_explore(folder):
