@@ -182,7 +182,9 @@ def test_marlin_24_folder(tmp_path, case):
         add_kernels(found, "sm_90a", [16])
         (layer,) = found.layers
         assert layer.sparse and (layer.k, layer.n) == tuple(want["q"].shape)
-        assert "sparse" in layer.kernels[16] or "no row" in layer.kernels[16]
+        # a sparse kernel, or why there is none here
+        said = layer.kernels[16]
+        assert "sparse" in said or "no row" in said or "kernels built for" in said
         assert packed_size(layer) == weight.packed.numel()
 
 
