@@ -95,7 +95,11 @@ class Build:
 
     def start(self) -> subprocess.Popen:
         options = {**self.options, **self.pipes, "start_new_session": True}
-        return subprocess.Popen(self.command, **options)
+
+        def heed_interrupts() -> None:  # a suite in the background of a shell ignores them
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        return subprocess.Popen(self.command, preexec_fn=heed_interrupts, **options)
 
     def whole(self) -> list[str]:
         """Names in the manifest, each with a cubin that it describes; nothing half written."""
