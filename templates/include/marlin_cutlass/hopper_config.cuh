@@ -83,7 +83,7 @@ struct HopperConfig {
 
   // Rows outside A would arrive as zeros, but more slowly than rows that exist (H200: up to a third of the time). So the last row tile reaches
   // back over rows of the one before, and a single tile loads only the rows there are; the rest of its shared memory is garbage that
-  // stays in rows nobody stores. The host makes the box of a copy to match (tensor_map in launch.cpp).
+  // stays in rows nobody stores. The host makes the box of a copy to match (encode in launch.cpp).
   MC_DEVICE static int rows_loaded(const GemmParams& p) { return p.m < kMTile ? p.m : kMTile; }
   MC_DEVICE static int first_row(const GemmParams& p, int m) {
     const int last = p.m - rows_loaded(p);

@@ -152,7 +152,9 @@ template <class C> MC_DEVICE void activations_warp(const GemmParams& p, const Te
   if constexpr (C::kCluster) cluster_wait_unaligned();
 }
 
-// A producer warpgroup has four warps, since only whole warpgroups can give registers away.
+// A producer warpgroup has four warps, since only whole warpgroups can give registers away. NOTE: each role has its own setmaxnreg, though the PTX
+// ISA wants the same instruction of all warps of a warpgroup (.aligned). In SASS (nvcc 13.0) it is a give-back by each warp for itself, and every
+// variant ran so on an H200; one instruction ahead of the roles would keep the weights' warp waiting for the others.
 template <class C> MC_DEVICE void idle_warp() {
   if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
   if constexpr (C::kInCluster) cluster_wait_unaligned();

@@ -125,7 +125,8 @@ template <class C> struct HopperMainloop {
 #pragma unroll
       for (int s = 0; s < kBatch; ++s) {
         const int step = b * kBatch + s;
-        multiply(acc[kRow], &fragments[4 * s], places_[(kBuffer + b) % 2][s], descriptor, step, kDepth == 0 && kHalf == 0 && step == 0 ? accumulate : 1);
+        const int add = kDepth == 0 && kHalf == 0 && step == 0 ? accumulate : 1;
+        multiply(acc[kRow], &fragments[4 * s], places_[(kBuffer + b) % 2][s], descriptor, step, add);
       }
       wgmma_commit();
       if (b == 4 / kBatch - 1) {
@@ -137,10 +138,15 @@ template <class C> struct HopperMainloop {
   }
 
   // Step `step` of the quad whose activations begin at `descriptor`.
-  MC_DEVICE static void multiply(float (&sums)[C::kMTile / 2], const uint32_t* fragment, const uint32_t& places, uint64_t descriptor, int step, int accumulate) {
+  MC_DEVICE static void multiply(float (&sums)[C::kMTile / 2], const uint32_t* fragment, const uint32_t& places, uint64_t descriptor, int step,
+                                 int accumulate) {
     using E = typename C::Element;
-    if constexpr (C::kSparse) wgmma_sparse_m64k32<E, C::kMTile>(sums, fragment, places, descriptor + (step / 2 * kSliceUnits + step % 2 * 4), accumulate);
-    else wgmma_m64k16<E, C::kMTile>(sums, fragment, descriptor + 2 * step, accumulate);
+    if constexpr (C::kSparse) {
+      const int offset = step / 2 * kSliceUnits + step % 2 * 4;
+      wgmma_sparse_m64k32<E, C::kMTile>(sums, fragment, places, descriptor + offset, accumulate);
+    } else {
+      wgmma_m64k16<E, C::kMTile>(sums, fragment, descriptor + 2 * step, accumulate);
+    }
   }
 
   MC_DEVICE void prefetch_next_stage(bool more) {

@@ -190,8 +190,9 @@ MC_DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::
 namespace marlin_cutlass {
 
 // As wgmma_m64k16 for a 64 x 32 operand of which two of each four are kept: those as a 64 x 16 matrix in `a`; b[32 x kN], for which a step adds 4
-// to the descriptor. places: each warp's, as mma_sparse_m16n8k32 takes them with selector 0; their register must not change before the wgmma has finished. Defined in
-// prims_hopper_sparse.cuh, which only sparse kernels include: it brings another 80,000 lines.
-template <class E, int kN> MC_DEVICE void wgmma_sparse_m64k32(float (&d)[kN / 2], const uint32_t* a, const uint32_t& places, uint64_t b, int accumulate);
+// to the descriptor. places: each warp's, as mma_sparse_m16n8k32 takes them with selector 0; their register must not change
+// before the wgmma has finished. Defined in prims_hopper_sparse.cuh, which only sparse kernels include: it brings another 80,000 lines.
+template <class E, int kN>
+MC_DEVICE void wgmma_sparse_m64k32(float (&d)[kN / 2], const uint32_t* a, const uint32_t& places, uint64_t b, int accumulate);
 
 }  // namespace marlin_cutlass
