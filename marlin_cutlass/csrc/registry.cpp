@@ -83,6 +83,7 @@ void publish(std::unique_ptr<Table> table) {
     }
   list.push_back(std::move(table));
   ++table_generation;
+  ready.notify_all();
 }
 
 void clear_tables() {
