@@ -149,8 +149,10 @@ class Compiler:
         return self.library_flags if is_collective(name) else self.flags
 
     def key(self, source: str, name: str = "") -> str:
+        # Of our headers the texts count, not where they lie: a moved checkout is up to date.
+        options = "\0".join(self.options(name)).replace(str(INCLUDE), "our headers")
         digest = hashlib.sha256()
-        for text in (self.version, self.env_flags, "\0".join(self.options(name)), source):
+        for text in (self.version, self.env_flags, options, source):
             digest.update(text.encode() + b"\0")
         for header in reachable_headers(source):
             digest.update(header.encode() + b"\0" + _header_bytes(header))

@@ -182,6 +182,20 @@ def test_a_damaged_cubin_is_built_again(compiler, tmp_path):
     assert compiling.cached(compiler, job) is None
 
 
+def test_a_moved_checkout_is_up_to_date(compiler, tmp_path, monkeypatch):
+    keys = []
+    for place in ("one", "two"):
+        include = tmp_path / place
+        include.mkdir()
+        (include / "a.cuh").write_text("// the same\n")
+        monkeypatch.setattr(compiling, "INCLUDE", include)
+        compiling._header_bytes.cache_clear()
+        here = dataclasses.replace(compiler, flags=("-O3", f"-I{include}"))
+        keys.append(here.key('#include "a.cuh"\n'))
+    compiling._header_bytes.cache_clear()
+    assert keys[0] == keys[1]
+
+
 def test_the_cache_follows_headers_that_are_included(compiler, tmp_path, monkeypatch):
     include = tmp_path / "include"
     include.mkdir()
