@@ -36,11 +36,17 @@ def _path_name() -> str:
     return f"libmarlin_cutlass_host_{digest.hexdigest()[:16]}.so"
 
 
-def _compile(name: str) -> Path:
+def build(folder: Path) -> Path:
+    """Compiles the library into `folder`; returns its path. Raises LibraryError where there is no
+    compiler, CalledProcessError where it fails."""
+    return _compile(_path_name(), folder)
+
+
+def _compile(name: str, folder: Path | None = None) -> Path:
     """Builds aside and renames, so that several processes may do it at once."""
     from .library import _writable_folder, compiler
 
-    target = _writable_folder() / name
+    target = (folder or _writable_folder()) / name
     aside = target.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}")
     try:
         command = [*compiler(), *FLAGS, str(SOURCE), "-o", str(aside)]

@@ -158,7 +158,7 @@ def source_hash(defines: Sequence[str] = ()) -> str:
     files = [*source_folder().glob("*.cpp"), *source_folder().glob("*.h")]
     shared = ("params.h", "sparse_layout.h")
     files += [folder / "marlin_cutlass" / name for folder in include_folders() for name in shared]
-    for path in sorted(files):
+    for path in sorted(files, key=lambda file: file.name):  # the same in an installed package
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
