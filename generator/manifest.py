@@ -24,27 +24,21 @@ LAYOUT_VERSION = 1
 def variant_row(entry: Entry, record: Record) -> dict:
     """One manifest entry: the variant's fields, what the launcher needs, what ptxas reported."""
     v = entry.variant
-    return {
-        "name": v.name,
-        **asdict(v),
-        "threads": v.threads,
-        "shared_bytes": v.shared_bytes,
-        "cluster": v.cluster,
-        "registers": record.registers,
-        "spills": record.spills,
-        "file": file_name(v.name),
-        "sha256": record.sha256,
-        "reason": entry.reason,
-    }
+    return _row(entry, record, shared_bytes=v.shared_bytes, cluster=v.cluster)
 
 
 def collective_row(entry: Entry, record: Record) -> dict:
     """An entry of the list of collective units; group sizes are those of a launch."""
+    return _row(entry, record)
+
+
+def _row(entry: Entry, record: Record, **launch: int) -> dict:
     v = entry.variant
     return {
         "name": v.name,
         **asdict(v),
         "threads": v.threads,
+        **launch,
         "registers": record.registers,
         "spills": record.spills,
         "file": file_name(v.name),
