@@ -6,7 +6,6 @@ The cost model does not know them. Where a guess is needed (how often to call, t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from marlin_cutlass.collective import units
 from marlin_cutlass.collective_weight import GROUP_SIZES
 from marlin_cutlass.explore_candidates import sensible_rows
 from marlin_cutlass.explore_rows import Row
+from marlin_cutlass.json_file import read_object
 
 WHY = "CUTLASS's own; predicted: ours with this tile"
 
@@ -32,9 +32,9 @@ def collective_rows(
         return {}
     if problem.kernel_group_size not in GROUP_SIZES:
         return {}
+    found, built = {}, units(folder)  # this checks the manifest
     facts = {entry["name"]: entry for entry in _entries(folder)}
-    found = {}
-    for name, unit in units(folder).items():
+    for name, unit in built.items():
         if unit.dtype != problem.dtype or not sensible_rows(problem.m, unit.m_tile):
             continue
         row = _row(problem, CollectiveVariant.parse(name), gpu)
@@ -45,7 +45,7 @@ def collective_rows(
 
 
 def _entries(folder: Path) -> list[dict]:
-    return json.loads((folder / "manifest.json").read_text()).get(FAMILY, [])
+    return read_object(folder / "manifest.json").get(FAMILY, [])
 
 
 def _row(problem: ProblemShape, v: CollectiveVariant, gpu: Gpu) -> Row:
