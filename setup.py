@@ -1,9 +1,10 @@
 """Wheels with kernels in them; everything else is in pyproject.toml.
 
-    python build.py --arch all && python -m build --wheel
+    python build.py --arch all && pip wheel --no-deps --no-build-isolation .
 
 packs the tables of build/ (or of $MARLIN_CUTLASS_BUILD) and the compiled launcher into the package,
-so that an installation needs neither nvcc nor a C++ compiler. Without tables the wheel has none,
+so that an installation needs neither nvcc nor a C++ compiler. Not in an isolated build environment,
+which has no torch to compile the launcher against. Without tables the wheel has none,
 and an installation compiles its launcher and names the command that builds kernels.
 """
 
@@ -42,8 +43,14 @@ def copy_table(source: Path, target: Path) -> None:
 def compile_launcher(target: Path) -> None:
     """The launcher and the host library, as the package would compile them at its first call."""
     sys.path.insert(0, str(ROOT))
-    from marlin_cutlass import host_library, library
-
+    try:
+        from marlin_cutlass import host_library, library
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"a wheel with kernels carries a compiled launcher, which needs {error.name}: build it "
+            "where that is installed, with pip wheel --no-build-isolation or "
+            "python -m build --wheel --no-isolation"
+        ) from error
     target.mkdir(parents=True, exist_ok=True)
     library.build(folder=target)
     host_library.build(folder=target)

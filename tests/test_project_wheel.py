@@ -38,6 +38,13 @@ def source(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder, ignore=skipped))
 
 
+def fake_table(root: Path) -> Path:
+    folder = fakes.write_manifest(root)
+    for variant in json.loads((folder / "manifest.json").read_text())["variants"]:
+        (folder / variant["file"]).write_bytes(b"a cubin")
+    return folder
+
+
 def backend(call: str, where: Path, **env: str) -> str:
     """Runs a hook of setuptools' build backend in `where`; returns the file it names."""
     code = f"import setuptools.build_meta as b; print('made', b.{call}('out'))"
@@ -56,9 +63,7 @@ def backend(call: str, where: Path, **env: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 def test_a_wheel_with_tables_works_without_a_compiler(tmp_path):
-    table = fakes.write_manifest(tmp_path / "tables")
-    for variant in json.loads((table / "manifest.json").read_text())["variants"]:
-        (table / variant["file"]).write_bytes(b"a cubin")
+    table = fake_table(tmp_path / "tables")
     checkout = source(tmp_path / "checkout")
     name = backend("build_wheel", checkout, MARLIN_CUTLASS_BUILD=str(table.parent))
     assert name.startswith("marlin_cutlass-") and "-py3-none-linux_" in name
@@ -78,6 +83,21 @@ def test_a_wheel_with_tables_works_without_a_compiler(tmp_path):
     assert Path(where).is_relative_to(installed) and tables == "sm_90a"
     assert Path(launcher).is_relative_to(data / "runtime"), "the sources' hash changed on the way"
     assert kernel in {v["name"] for v in shipped["variants"]}
+
+
+def test_a_wheel_with_tables_needs_torch(tmp_path):
+    """As in an isolated build environment."""
+    table = fake_table(tmp_path / "tables")
+    checkout = source(tmp_path / "checkout")
+    (checkout / "torch.py").write_text("raise ModuleNotFoundError('none', name='torch')")
+    run = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")],
+        cwd=checkout,
+        env={**os.environ, "MARLIN_CUTLASS_BUILD": str(table.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1 and "which needs torch: build it where" in run.stderr
 
 
 @pytest.mark.slow
