@@ -55,12 +55,15 @@ class Cost:
 
     @property
     def total(self) -> float:
-        longer, shorter = max(self.memory, self.compute), min(self.memory, self.compute)
-        return self.launch + longer + self.overlap_loss * shorter + self.fix_up
+        return _total(self.launch, self.memory, self.compute, self.fix_up, self.overlap_loss)
 
     @property
     def bound(self) -> str:
         return "memory" if self.memory >= self.compute else "compute"
+
+
+def _total(launch: float, memory: float, compute: float, fix_up: float, loss: float) -> float:
+    return launch + max(memory, compute) + loss * min(memory, compute) + fix_up
 
 
 def reference_gpu(arch: Arch, sms: int | None = None) -> Gpu:
@@ -95,11 +98,8 @@ def totals(variants: list[Variant], gpu: Gpu) -> Callable[[ProblemShape], list[f
     def of(problem: ProblemShape) -> list[float]:
         memory = _hopper_memory_us(problem, gpu)
         times = [model.time(problem) for model in models]
-        loss = hopper_cost.OVERLAP_LOSS
-        return [
-            hopper_cost.START_US + max(memory, t.compute) + loss * min(memory, t.compute) + t.fix_up
-            for t in times
-        ]
+        start, loss = hopper_cost.START_US, hopper_cost.OVERLAP_LOSS
+        return [_total(start, memory, t.compute, t.fix_up, loss) for t in times]
 
     return of
 

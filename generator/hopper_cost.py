@@ -69,6 +69,8 @@ def hopper_model(variant: Variant, gpu: Gpu, format_factor: float) -> HopperMode
 
 
 class HopperModel:
+    """Work of the busiest SM by decomposition: each method returns (cycles, rounds, fix-up us)."""
+
     def __init__(self, variant: Variant, gpu: Gpu, format_factor: float) -> None:
         v = self.v = variant
         self.sms, self.clock = gpu.sms, gpu.clock

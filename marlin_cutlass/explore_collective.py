@@ -18,7 +18,7 @@ from generator.variant import Variant
 from marlin_cutlass.collective import units
 from marlin_cutlass.collective_weight import GROUP_SIZES
 from marlin_cutlass.explore_candidates import sensible_rows
-from marlin_cutlass.explore_rows import Row
+from marlin_cutlass.explore_rows import Row, row_of
 from marlin_cutlass.json_file import read_object
 
 WHY = "CUTLASS's own; predicted: ours with this tile"
@@ -50,18 +50,9 @@ def _entries(folder: Path) -> list[dict]:
 
 def _row(problem: ProblemShape, v: CollectiveVariant, gpu: Gpu) -> Row:
     cost = _guess(problem, v, gpu)
-    return Row(
-        name=v.name,
-        geometry=v.geometry.removeprefix("w4a16_"),
-        why=WHY,
-        knobs=_knobs(v),
-        predicted_us=cost.total,
-        bound=cost.bound,
-        waves=cost.waves,
-        shared_bytes=v.shared_bytes,
-        threads=v.threads,
-        ctas_per_sm=1,
-    )
+    row = row_of(v, v.geometry, _knobs(v), cost, WHY)
+    row.ctas_per_sm = 1
+    return row
 
 
 def _knobs(v: CollectiveVariant) -> dict:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from generator.arch import Arch, Gpu
-from generator.cost import estimate
+from generator.cost import Cost, estimate
 from generator.legality import occupancy
 from generator.problem import ProblemShape
 from generator.variant import Variant
@@ -88,13 +88,18 @@ class Exploration:
 
 def make_row(problem: ProblemShape, variant: Variant, gpu: Gpu, why: str) -> Row:
     """What is known of a variant before it is compiled."""
-    cost = estimate(problem, variant, gpu)
     geometry = variant.geometry()
+    cost = estimate(problem, variant, gpu)
+    return row_of(variant, geometry.name, asdict(geometry), cost, why)
+
+
+def row_of(variant: Any, geometry: str, knobs: dict, cost: Cost, why: str) -> Row:
+    """A row of a Variant or CollectiveVariant with nothing measured."""
     return Row(
         name=variant.name,
-        geometry=geometry.name.removeprefix("w4a16_"),
+        geometry=geometry.removeprefix("w4a16_"),
         why=why,
-        knobs=asdict(geometry),
+        knobs=knobs,
         predicted_us=cost.total,
         bound=cost.bound,
         waves=cost.waves,
