@@ -58,11 +58,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def nvcc(tmp_path, built, monkeypatch):
-    nvcc = Nvcc(tmp_path / "bin")
-    monkeypatch.setenv("NVCC", str(nvcc.path))
-    monkeypatch.setenv("MARLIN_CUTLASS_BUILD", str(built))
-    monkeypatch.setenv("MARLIN_CUTLASS_JIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(library, "_on_demand", {})
+    nvcc = Nvcc.in_use(tmp_path, built, monkeypatch)
     return nvcc
 
 

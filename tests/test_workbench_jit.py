@@ -32,12 +32,8 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def nvcc(tmp_path, built, monkeypatch):
-    nvcc = Nvcc(tmp_path / "bin")
-    monkeypatch.setenv("NVCC", str(nvcc.path))
-    monkeypatch.setenv("MARLIN_CUTLASS_BUILD", str(built))
-    monkeypatch.setenv("MARLIN_CUTLASS_JIT_CACHE", str(tmp_path / "cache"))
+    nvcc = Nvcc.in_use(tmp_path, built, monkeypatch)
     monkeypatch.delenv("MARLIN_CUTLASS_JIT", raising=False)
-    monkeypatch.setattr(library, "_on_demand", {})
     for cached in (library.table_for_capability, library.forced_index):
         cached.cache_clear()
     yield nvcc

@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
+from marlin_cutlass import library
+
 SCRIPT = f"""#!{sys.executable}
 import pathlib, sys
 if "--version" in sys.argv:
@@ -31,6 +35,17 @@ class Nvcc:
         self.path.write_text(SCRIPT)
         self.path.chmod(0o755)
         (folder / "runs").touch()
+
+    @classmethod
+    def in_use(cls, folder: Path, tables: Path, monkeypatch: pytest.MonkeyPatch) -> Nvcc:
+        """The stand-in as the compiler of this process, with the tables of `tables`, an empty cache
+        and nothing compiled on demand."""
+        nvcc = cls(folder / "bin")
+        monkeypatch.setenv("NVCC", str(nvcc.path))
+        monkeypatch.setenv("MARLIN_CUTLASS_BUILD", str(tables))
+        monkeypatch.setenv("MARLIN_CUTLASS_JIT_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(library, "_on_demand", {})
+        return nvcc
 
     @property
     def compiled(self) -> list[str]:
