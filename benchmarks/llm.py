@@ -3,11 +3,12 @@
     python benchmarks/llm.py                                          # all models, batches 1..128
     python benchmarks/llm.py --models llama2-7b --batches 1,16,64 --budget 240
     python benchmarks/llm.py --models llama3-70b-half --gpus 2        # tensor parallel, NCCL
+    python benchmarks/llm.py --models llama2-7b --pdl off --profile   # where the time goes
     python benchmarks/llm.py --replot results/llm.json                # tables and plot, no GPU
 
 Weights are random and made on the GPU. The model is llm_model.py: the same fused small kernels
 around cuBLAS (FP16) or our gemm (INT4), a static cache, and one decode step as a CUDA graph that
-is replayed for every token. Prefill is eager. Nothing is downloaded.
+is replayed for every token; the prefill is a graph as well. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import torch
 import typer
 from rich.console import Console
 
+from benchmarks import llm_kernels
 from benchmarks.llm_model import Decoder, Model, Shard
 from benchmarks.llm_parallel import launch, make_reduce
+from benchmarks.llm_profile import profile
 from benchmarks.llm_tables import Cell, LlmReport, plot, print_tables
 from marlin_cutlass.bench import Budget, environment
 
@@ -134,14 +137,17 @@ def check(model: Model) -> float:
 
 
 @torch.no_grad()
-def measure(model: Model, batch: int, tokens_in: int, tokens_out: int, repeats: int):
-    """(prefill ms, ms of the other tokens_out - 1 tokens), medians over `repeats` generations."""
+def measure(
+    model: Model, batch: int, tokens_in: int, tokens_out: int, repeats: int, options: dict[str, Any]
+):
+    """(prefill ms, ms of the other tokens_out - 1 tokens), medians over `repeats` generations, and
+    the profile of a step half-way if options["profile"]."""
     device = model.start.device
     decoder = Decoder(model, batch, tokens_in + tokens_out + 8)
     prompt = torch.randint(0, model.config.vocab_size, (batch, tokens_in), device=device)
     decoder.prefill(prompt)
     if device.type == "cuda":
-        decoder.capture()
+        decoder.capture(prompt if options.get("prefill_graph") else None)
     prefill, decode = [], []
     for i in range(repeats + 1):
         now = clock(device)
@@ -153,7 +159,12 @@ def measure(model: Model, batch: int, tokens_in: int, tokens_out: int, repeats: 
         if i:  # the first one warms up
             prefill.append(middle - start)
             decode.append(end - middle)
-    return statistics.median(prefill), statistics.median(decode)
+    shares = None
+    if options.get("profile") and device.type == "cuda":
+        decoder.prefill(prompt)
+        decoder.decode(tokens_out // 2)
+        shares = profile(lambda: decoder.decode(1))
+    return statistics.median(prefill), statistics.median(decode), shares
 
 
 def free() -> None:
@@ -176,6 +187,7 @@ def run_model(
     done: Callable[[LlmReport], None],
     tokens: tuple[int, int] = (TOKENS_IN, TOKENS_OUT),
     repeats: int = REPEATS,
+    options: dict[str, Any] | None = None,
 ) -> None:
     """Every batch size of one model in one precision; errors become the status of a cell."""
     free()
@@ -193,7 +205,8 @@ def run_model(
         cell.linear_bytes, cell.weight_bytes = model.linear_bytes(), model.weight_bytes()
         cell.read_bytes = cell.linear_bytes + model.head.nbytes
         try:
-            cell.prefill_ms, cell.decode_ms = measure(model, batch, *tokens, repeats)
+            result = measure(model, batch, *tokens, repeats, options or {})
+            cell.prefill_ms, cell.decode_ms, cell.profile = result
         except Exception as error:
             cell.status = f"{type(error).__name__}: {str(error)[:300]}"
         if device.type == "cuda":
@@ -219,7 +232,13 @@ def run(rank: int, world: int, options: dict[str, Any]) -> None:
     torch.manual_seed(0)  # the same prompts on every rank
     report = LlmReport(environment() | {"gpus": world})
     reduce, how = make_reduce(options["all_reduce"], world, device)
-    report.environment["all_reduce"] = how
+    llm_kernels.set_pdl(options.get("pdl", "auto"))
+    graph = bool(options.get("prefill_graph")) and device.type == "cuda"
+    report.environment |= {
+        "all_reduce": how,
+        "pdl": llm_kernels.pdl_mode(),
+        "prefill": "graph" if graph else "eager",
+    }
     budget, shard = Budget(options["budget"]), Shard(rank, world, reduce)
     console = Console(width=None if sys.stdout.isatty() else 160, quiet=rank != 0)
 
@@ -236,7 +255,7 @@ def run(rank: int, world: int, options: dict[str, Any]) -> None:
                 break
             run_model(
                 name, config, kind, options["batches"], report, budget, shard, device, done,
-                options["tokens"], options["repeats"],
+                options["tokens"], options["repeats"], options,
             )  # fmt: skip
     if rank == 0:
         report.save(options["json"])
@@ -265,6 +284,11 @@ def main(
     tokens_out: Annotated[int, typer.Option(help="generated tokens")] = TOKENS_OUT,
     layers: Annotated[int | None, typer.Option(help="fewer layers, to try things out")] = None,
     repeats: Annotated[int, typer.Option(help="generations; the median counts")] = REPEATS,
+    pdl: Annotated[
+        str, typer.Option(help="when small kernels let the next start: early, late, off; auto")
+    ] = "auto",
+    prefill_graph: Annotated[bool, typer.Option(help="prefill as a CUDA graph")] = True,
+    profile: Annotated[bool, typer.Option(help="time of a step by kind of kernel")] = False,
     json: Annotated[Path, typer.Option(help="record, written after every cell")] = Path(
         "results/llm.json"
     ),
@@ -283,6 +307,8 @@ def main(
         raise typer.BadParameter(
             "no GPU here; use --replot with a recorded JSON, or --layers 1 to try it out on the CPU"
         )
+    if pdl not in ("auto", *llm_kernels.PDL_MODES):
+        raise typer.BadParameter(f"pdl={pdl!r}: one of {', '.join(llm_kernels.PDL_MODES)}, auto")
     options = {
         "models": chosen(models, list(MODELS), "models"),
         "kinds": chosen(kinds, KINDS, "kinds"),
@@ -294,6 +320,9 @@ def main(
         "json": json,
         "plot": plot_file,
         "all_reduce": all_reduce,
+        "pdl": pdl,
+        "prefill_graph": prefill_graph,
+        "profile": profile,
     }
     launch(run, gpus, options)
 

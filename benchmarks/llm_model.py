@@ -8,6 +8,7 @@ them. With several GPUs each rank makes its own part: columns of qkv and gate_up
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import llm_kernels as kernels
+from benchmarks.llm_attention import attention
 from marlin_cutlass import PackedWeight, QuantLinear, gemm
 from marlin_cutlass.layout import (
     BLOCK_COLUMNS,
@@ -213,23 +215,28 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [B, T] at the current position (T > 1 only from 0) -> logits [B, vocab] of the
         last token. The position advances by T, on the device."""
+        logits = self.logits(ids)
+        self.start += ids.shape[1]
+        return logits
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """`forward` without advancing the position."""
         tokens = ids.shape[1]
         x = functional.embedding(ids.reshape(-1), self.embedding)
         residual = None
         for layer, (keys, values) in zip(self.layers, self.cache):
             x, residual = self._layer(layer, x, residual, keys, values, tokens)
-        last = slice(tokens - 1, None, tokens)
-        x, _ = kernels.add_norm(
-            x[last].contiguous(), residual[last].contiguous(), self.norm, self.eps
-        )
-        self.start += tokens
+        if tokens > 1:
+            last = slice(tokens - 1, None, tokens)
+            x, residual = x[last].contiguous(), residual[last].contiguous()
+        x, _ = kernels.add_norm(x, residual, self.norm, self.eps)
         return functional.linear(x, self.head)
 
     def _layer(self, layer: Layer, x, residual, keys, values, tokens: int):
         x, residual = kernels.add_norm(x, residual, layer.norm_1, self.eps)
         norms = None if layer.q_norm is None else (layer.q_norm, layer.k_norm)
         place = (self.start, tokens, self.cos, self.sin, norms, self.eps, keys, values)
-        x = self._row(layer.o, kernels.attention(layer.qkv(x), *place))
+        x = self._row(layer.o, attention(layer.qkv(x), *place))
         x, residual = kernels.add_norm(x, residual, layer.norm_2, self.eps)
         return self._row(layer.down, kernels.silu_mul(layer.gate_up(x))), residual
 
@@ -243,38 +250,64 @@ class Model(nn.Module):
 
 
 class Decoder:
-    """Greedy decoding: an eager prefill, then one step as a CUDA graph (eager on the CPU)."""
+    """Greedy decoding: a prefill, then one step after the other; each may be a CUDA graph."""
 
     def __init__(self, model: Model, batch: int, length: int) -> None:
-        self.model, self.graph = model, None
+        self.model, self.graph, self.prefill_graph = model, None, None
         model.allocate(batch, length)
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.start.device)
 
+    def _advance(self, ids: Tensor) -> None:
+        """The token that follows `ids` [B, T] into self.ids, and the position T further."""
+        kernels.next_token(self.model.logits(ids), self.ids, self.model.start, ids.shape[1])
+
     def step(self) -> None:
         """Next token of every sequence into `ids`, in place."""
-        self.ids.copy_(self.model(self.ids).argmax(-1, keepdim=True))
+        self._advance(self.ids)
 
-    def capture(self) -> None:
-        """Record `step`; warms up first, as kernels load and compile at their first call."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        # NCCL's own thread may make calls that a capture of all threads forbids.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.step()
+    def _prefill(self, prompt: Tensor) -> None:
+        self.model.start.zero_()
+        self._advance(prompt)
+
+    def capture(self, prompt: Tensor | None = None) -> None:
+        """Record `step`, and the prefill of prompts of the shape of `prompt` if one is given."""
+        self.graph = record(self.step)
+        if prompt is not None:
+            self.prompt = prompt.clone()
+            pool = self.graph.pool()
+            self.prefill_graph = record(lambda: self._prefill(self.prompt), pool, warm_up=1)
         self.model.start.zero_()
 
     def prefill(self, prompt: Tensor) -> None:
         """prompt [B, T] from position 0; leaves the first new token in `ids`."""
-        self.model.start.zero_()
-        self.ids.copy_(self.model(prompt).argmax(-1, keepdim=True))
+        if self.prefill_graph is None or prompt.shape != self.prompt.shape:
+            self._prefill(prompt)
+        else:
+            self.prompt.copy_(prompt)
+            self.prefill_graph.replay()
 
     def decode(self, steps: int) -> None:
         """`steps` more tokens."""
         for _ in range(steps):
             self.step() if self.graph is None else self.graph.replay()
+
+
+def record(
+    function: Callable[[], None], pool: Any = None, warm_up: int = 3
+) -> torch.cuda.CUDAGraph:
+    """function() as a CUDA graph, called before that: kernels load and compile at their first call.
+
+    pool: that of a graph which never runs at the same time.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm_up):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's own thread may make calls that a capture of all threads forbids.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        function()
+    return graph

@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.llm_profile import profile_table
+
 SCHEMA = 1
 BASE, OURS = "fp16", "int4"
 # MARLIN paper, Table 1: speed-up over FP16 of vLLM with MARLIN, 64 in / 64 out, Llama-2-7B on A10.
@@ -38,6 +40,7 @@ class Cell:
     read_bytes: int = 0  # what a decode step reads: linear layers and output head
     peak_bytes: int = 0
     cosine: float | None = None
+    profile: dict[str, Any] | None = None  # of a decode step, as llm_profile.shares
     status: str = "ok"
 
     @property
@@ -199,6 +202,10 @@ def print_tables(report: LlmReport, console: Console) -> None:
         console.print(model_table(report, model))
     if report.cells:
         console.print(paper_table(report))
+    for c in report.cells:
+        if c.profile:
+            title = f"{c.model} {c.kind} batch {c.batch}: {1e3 * c.ms_per_token:.0f} us a step"
+            console.print(profile_table(title + "; profiled:", c.profile))
     lines = memory_lines(report)
     lines += [f"skipped {name}: {reason}" for name, reason in report.skipped.items()]
     lines += [c.line() for c in report.cells if c.status != "ok"]

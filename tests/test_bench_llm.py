@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import llm, llm_kernels, llm_tables
+from benchmarks import llm, llm_attention, llm_kernels, llm_profile, llm_tables
 from benchmarks.llm_model import (
     Decoder,
     DenseLinear,
@@ -108,15 +110,24 @@ def interpreted():
     triton = pytest.importorskip("triton", reason="needs triton")
     if not triton.knobs.runtime.interpret:
         pytest.skip("needs TRITON_INTERPRET=1")
+    try:
+        int(numpy.zeros(1, int))
+    except TypeError:
+        pytest.skip("Triton 3.6 interprets loops only with NumPy before 2.4")
     llm_kernels.FORCE_TRITON = True
     yield
     llm_kernels.FORCE_TRITON = False
 
 
+@pytest.mark.parametrize("kv_heads, block", [(8, 128), (8, 16), (2, 128), (2, 32)])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @torch.no_grad()
-def test_triton_kernels_do_what_the_plain_ones_do(interpreted, family):
-    config = tiny(family, num_attention_heads=8, num_key_value_heads=2, hidden_size=256)
+def test_triton_kernels_do_what_the_plain_ones_do(
+    interpreted, monkeypatch, family, kv_heads, block
+):
+    for name in ("TILES_ONE", "TILES_GROUP"):
+        monkeypatch.setattr(llm_attention, name, ((math.inf, (block, 4)),))
+    config = tiny(family, num_attention_heads=8, num_key_value_heads=kv_heads, hidden_size=256)
     model = Model(config, "fp16")
     randomise_norms(model)
     ids = torch.randint(0, 97, (2, 70))
@@ -127,6 +138,120 @@ def test_triton_kernels_do_what_the_plain_ones_do(interpreted, family):
         logits.append([model(ids[:, :66])] + [model(ids[:, i : i + 1]) for i in range(66, 70)])
     for triton_logits, plain in zip(*logits):
         assert float((triton_logits - plain).abs().max()) < 1e-2 * float(plain.abs().max())
+
+
+@pytest.mark.parametrize("width", [97, 40000])
+def test_the_next_token_is_the_first_of_the_largest_logits(interpreted, width):
+    logits = torch.randn(3, width).clamp_(max=2.0).half()
+    logits[1] = -torch.rand(width).half() - 1
+    ids, start = torch.zeros(3, 1, dtype=torch.int64), torch.tensor([7])
+    llm_kernels.next_token(logits, ids, start, 5)
+    best = logits.max(1, keepdim=True).values
+    assert ids[:, 0].tolist() == [int((row == top).nonzero()[0]) for row, top in zip(logits, best)]
+    assert start.item() == 12
+
+
+HALF, FLOAT, LONG = "*fp16", "*fp32", "*i64"
+ATTENTION = {
+    "qkv": HALF, "start": LONG, "cos": FLOAT, "sin": FLOAT, "q_norm": HALF, "k_norm": HALF, "keys": HALF, "values": HALF,
+    "out": HALF, "eps": "fp32", "scale": "fp32", "length": "i32",
+}  # fmt: skip
+KERNELS = {  # types, constants, may load before it waits
+    "_add_norm": (
+        {"x": HALF, "residual": HALF, "weight": HALF, "out": HALF, "eps": "fp32", "width": "i32"},
+        {"has_residual": True, "block": 1024},
+        True,
+    ),
+    "_silu_mul": ({"x": HALF, "out": HALF, "width": "i32"}, {"block": 512}, False),
+    "_argmax_part": (
+        {"logits": HALF, "best": FLOAT, "where": "*i32", "width": "i32"},
+        {"block": 1024},
+        False,
+    ),
+    "_argmax_whole": (
+        {"best": FLOAT, "where": "*i32", "ids": LONG, "start": LONG, "tokens": "i32"},
+        {"parts": 32},
+        False,
+    ),
+    "_decode_one": (ATTENTION, {"heads": 4, "dim": 64, "normed": False, "block": 32}, True),
+    "_decode_group": (
+        ATTENTION,
+        {"kv_heads": 4, "group": 2, "rows": 16, "dim": 64, "normed": True, "block": 32},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", llm_kernels.PDL_MODES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compiled_for_hopper_wait_before_they_store(name, mode):
+    triton = pytest.importorskip("triton", reason="needs triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(llm_kernels, name, None) or getattr(llm_attention, name)
+    if not isinstance(kernel, triton.JITFunction):
+        pytest.skip("TRITON_INTERPRET=1 compiles nothing")
+    types, constants, early_loads = KERNELS[name]
+    constants = {**constants, "pdl": llm_kernels.PDL_MODES.index(mode)}
+    source = ASTSource(
+        kernel,
+        {argument: types.get(argument, "constexpr") for argument in kernel.arg_names},
+        {(kernel.arg_names.index(k),): v for k, v in constants.items()},
+    )
+    options = {"num_warps": 4, "num_stages": 1}
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    wait, trigger = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    if mode == "off":
+        assert "griddepcontrol" not in text
+        return
+    assert text.count(wait) == text.count(trigger) == 1
+    before, behind = text.split(wait)
+    assert "st.global" not in before and "st.global" in behind and "ld.global" in behind
+    assert ("ld.global" in before) == early_loads
+    assert (trigger in before) == (mode == "early")
+
+
+def test_programmatic_launch_is_refused_where_it_cannot_work(monkeypatch):
+    monkeypatch.setattr(llm_kernels, "_pdl", "auto")
+    monkeypatch.setattr(llm_kernels, "pdl_missing", lambda: "needs another GPU")
+    assert llm_kernels.pdl_mode() == "off"
+    assert llm_kernels.launch_options(4) == {"pdl": 0, "num_warps": 4}
+    with pytest.raises(ValueError, match="pdl='early': needs another GPU"):
+        llm_kernels.set_pdl("early")
+    with pytest.raises(ValueError, match="pdl='on': one of off, late, early, auto"):
+        llm_kernels.set_pdl("on")
+    monkeypatch.setattr(llm_kernels, "pdl_missing", lambda: None)
+    assert llm_kernels.pdl_mode() == "early"
+    llm_kernels.set_pdl("late")
+    assert llm_kernels.launch_options(4) == {"pdl": 1, "num_warps": 4, "launch_pdl": True}
+
+
+def test_a_profile_splits_the_time_line_among_kinds():
+    # Two replays: a gemm from 0 to 10, a norm that waits for it from 4 to 12, a gap, a copy.
+    events = []
+    for start in (0.0, 20.0):
+        events += [
+            ("_add_norm", start + 4, 8.0),
+            ("w4a16_hopper_f16_g128_m8", start, 10.0),
+            ("Memcpy DtoD", start + 15, 5.0),
+        ]
+    rows = llm_profile.shares(events, replays=2)
+    assert rows["our gemm"] == {"count": 1, "busy": 10, "alone": 10}
+    assert rows["norm"] == {"count": 1, "busy": 8, "alone": 2}
+    assert rows["other"] == {"count": 1, "busy": 5, "alone": 5}
+    assert rows[llm_profile.GAP]["alone"] == 3
+    assert sum(row["alone"] for row in rows.values()) == 20
+    kinds = {
+        "nvjet_hsh_64x8_64x16_4x1_v_bz_TNT": "cuBLAS",
+        "void gemvx::kernel<int, int, __half>": "cuBLAS",
+        "ncclDevKernel_AllReduce_Sum_f16_RING_LL": "sum over GPUs",
+        "_decode_group": "attention",
+        "void at::native::vectorized_gather_kernel<16, long>": "other",
+    }
+    assert {name: llm_profile.kind_of(name) for name in kinds} == kinds
+    table = llm_profile.profile_table("a step", rows)
+    assert table.row_count == len(rows) + 1
 
 
 @torch.no_grad()
