@@ -83,7 +83,7 @@ def twin(model, config):
 def randomise_norms(model):
     for name, buffer in model.named_buffers():
         if "norm" in name:
-            buffer.copy_(1 + 0.3 * torch.randn(buffer.shape))
+            buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, device=buffer.device))
 
 
 @pytest.mark.parametrize("kind", ["fp16", "int4"])
@@ -152,10 +152,9 @@ def test_the_next_token_is_the_first_of_the_largest_logits(interpreted, width):
 
 
 HALF, FLOAT, LONG = "*fp16", "*fp32", "*i64"
-ATTENTION = {
-    "qkv": HALF, "start": LONG, "cos": FLOAT, "sin": FLOAT, "q_norm": HALF, "k_norm": HALF, "keys": HALF, "values": HALF,
-    "out": HALF, "eps": "fp32", "scale": "fp32", "length": "i32",
-}  # fmt: skip
+ATTENTION = dict.fromkeys(("qkv", "q_norm", "k_norm", "keys", "values", "out"), HALF)
+ATTENTION |= {"start": LONG, "cos": FLOAT, "sin": FLOAT}
+ATTENTION |= {"eps": "fp32", "scale": "fp32", "length": "i32"}
 KERNELS = {  # types, constants, may load before it waits
     "_add_norm": (
         {"x": HALF, "residual": HALF, "weight": HALF, "out": HALF, "eps": "fp32", "width": "i32"},
@@ -210,6 +209,58 @@ def test_kernels_compiled_for_hopper_wait_before_they_store(name, mode):
     assert "st.global" not in before and "st.global" in behind and "ld.global" in behind
     assert ("ld.global" in before) == early_loads
     assert (trigger in before) == (mode == "early")
+
+
+def model_on_gpu(kind, kv_heads):
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": kv_heads, "head_dim": 64}
+    model = Model(tiny(**sizes, vocab_size=512), kind, torch.device("cuda"))
+    randomise_norms(model)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3, 20, 50])  # every size of tile
+@pytest.mark.parametrize("kv_heads", [16, 4])
+@torch.no_grad()
+def test_kernels_on_the_gpu_do_what_the_plain_ones_do(monkeypatch, kv_heads, batch):
+    model = model_on_gpu("fp16", kv_heads)
+    ids = torch.randint(0, 512, (batch, 140), device="cuda")
+    logits = []
+    for triton in (True, False):
+        for module in (llm_kernels, llm_attention):
+            monkeypatch.setattr(module, "use_triton", lambda x, on=triton: on)
+        model.allocate(batch, 140)
+        logits.append([model(ids[:, :126])] + [model(ids[:, i : i + 1]) for i in range(126, 140)])
+    for ours, plain in zip(*logits):
+        assert float((ours - plain).abs().max()) < 1e-2 * float(plain.abs().max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp16", "int4"])
+@pytest.mark.parametrize("kv_heads", [16, 4])
+@pytest.mark.parametrize("batch", [1, 20])
+@torch.no_grad()
+def test_programmatic_launch_changes_no_bits_of_a_captured_generation(kind, kv_heads, batch):
+    if llm_kernels.pdl_missing():
+        pytest.skip(llm_kernels.pdl_missing())
+    model = model_on_gpu(kind, kv_heads)
+    prompt = torch.randint(0, 512, (batch, 64), device="cuda")
+    results = []
+    try:
+        for mode in llm_kernels.PDL_MODES:
+            llm_kernels.set_pdl(mode)
+            decoder = Decoder(model, batch, 140)
+            decoder.capture(prompt)
+            for _ in range(3):
+                decoder.prefill(prompt)
+                decoder.decode(70)
+            assert int(model.start) == 134
+            results.append([decoder.ids.clone(), *(part for pair in model.cache for part in pair)])
+    finally:
+        llm_kernels.set_pdl("auto")
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
 
 def test_programmatic_launch_is_refused_where_it_cannot_work(monkeypatch):
