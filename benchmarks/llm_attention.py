@@ -22,6 +22,7 @@ except ImportError:  # the CPU needs none
     triton = None
 
 MIN_HEADS = 16  # rows of the smallest tl.dot
+ROPE_HEADS = 16  # heads of a program that rotates and stores: 16 values a thread
 # Most programs -> keys of a tile and warps. Few programs have an SM each and wait for one load of
 # all keys of a short text; of many, those that share an SM must fit its registers (compiled for
 # sm_90: 139, 136, 87, 111 a thread in the first list, 138, 148, 105 in the second; 132 SMs).
@@ -30,44 +31,6 @@ TILES_GROUP = ((132, (128, 8)), (396, (64, 4)), (math.inf, (32, 4)))
 
 
 if triton is not None:
-
-    @triton.jit
-    def _rope_cache(
-        qkv, start, cos, sin, q_norm, k_norm, q_out, keys, values, eps, tokens, length,
-        heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, normed: tl.constexpr,
-    ):  # fmt: skip
-        row, head = tl.program_id(0), tl.program_id(1)
-        position = tl.load(start) + row % tokens
-        at = qkv + (row * (heads + 2 * kv_heads) + head).to(tl.int64) * 2 * half
-        i = tl.arange(0, half)
-        low, high = tl.load(at + i), tl.load(at + half + i)
-        dtype = low.dtype
-        if normed:  # noqa: SIM102 - known when compiled; the inner one is not
-            if head < heads + kv_heads:
-                f_low, f_high = low.to(tl.float32), high.to(tl.float32)
-                mean = (tl.sum(f_low * f_low, 0) + tl.sum(f_high * f_high, 0)) / (2 * half)
-                scale = tl.rsqrt(mean + eps)
-                weight = q_norm
-                if head >= heads:
-                    weight = k_norm
-                low = (f_low * scale).to(dtype) * tl.load(weight + i)
-                high = (f_high * scale).to(dtype) * tl.load(weight + half + i)
-        if head < heads + kv_heads:
-            c, s = tl.load(cos + position * half + i), tl.load(sin + position * half + i)
-            f_low, f_high = low.to(tl.float32), high.to(tl.float32)
-            low, high = (f_low * c - f_high * s).to(dtype), (f_high * c + f_low * s).to(dtype)
-        if head < heads:
-            to = q_out + (row * heads + head).to(tl.int64) * 2 * half
-        else:
-            slot = head - heads
-            base = keys
-            if slot >= kv_heads:
-                slot -= kv_heads
-                base = values
-            line = ((row // tokens) * kv_heads + slot) * length + position
-            to = base + line.to(tl.int64) * 2 * half
-        tl.store(to + i, low)
-        tl.store(to + half + i, high)
 
     @triton.jit
     def _turn(x, other, w, w_other, c, s, eps, normed: tl.constexpr):
@@ -96,6 +59,38 @@ if triton is not None:
             return c, s, wq, wq_other, tl.load(k_norm + d), tl.load(k_norm + other)
         else:
             return c, s, c, c, c, c
+
+    @triton.jit
+    def _rope_cache(
+        qkv, start, cos, sin, q_norm, k_norm, q_out, keys, values, eps, tokens, length,
+        heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, normed: tl.constexpr,
+        block: tl.constexpr, pdl: tl.constexpr,
+    ):  # fmt: skip
+        # A program has `block` of the heads of q, k and v of one token.
+        pdl_start(pdl)
+        row, h, d = tl.program_id(0), tl.arange(0, block), tl.arange(0, dim)[None, :]
+        h = (tl.program_id(1) * block + h)[:, None]
+        position = (tl.load(start) + row % tokens).to(tl.int32)
+        c, s, wq, wq_other, wk, wk_other = _constants(
+            cos, sin, q_norm, k_norm, position, dim, normed
+        )
+        is_q, is_value = h < heads, h >= heads + kv_heads
+        inside = h < heads + 2 * kv_heads
+        at = qkv + (row.to(tl.int64) * (heads + 2 * kv_heads) + h) * dim
+        pdl_wait(pdl)
+        x = tl.load(at + d, mask=inside, other=0.0)
+        other = tl.load(at + (d + dim // 2) % dim, mask=inside, other=0.0)
+        w = tl.where(is_q, wq[None, :], wk[None, :])
+        w_other = tl.where(is_q, wq_other[None, :], wk_other[None, :])
+        turned = _turn(x, other, w, w_other, c, s, eps, normed)
+        tl.store(q_out + (row.to(tl.int64) * heads + h) * dim + d, turned, mask=is_q)
+        line = (row // tokens).to(tl.int64) * kv_heads * length + position
+        slot = h - heads
+        tl.store(
+            keys + (line + slot * length) * dim + d, turned, mask=(slot >= 0) & (slot < kv_heads)
+        )
+        slot -= kv_heads
+        tl.store(values + (line + slot * length) * dim + d, x, mask=is_value & inside)
 
     @triton.jit
     def _tile(keys, values, first, last, dim: tl.constexpr, block: tl.constexpr):
@@ -213,9 +208,9 @@ def rope_cache(qkv, start, tokens, cos, sin, norms, eps, keys, values) -> Tensor
         return _rope_cache_torch(qkv, start, tokens, cos, sin, norms, eps, keys, values)
     out = qkv.new_empty(qkv.shape[0], heads, dim)
     q_norm, k_norm = norms or (qkv, qkv)  # not read where there are none
-    _rope_cache[(qkv.shape[0], heads + 2 * kv_heads)](
+    _rope_cache[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, ROPE_HEADS))](
         qkv, start, cos, sin, q_norm, k_norm, out, keys, values, eps, tokens, length,
-        heads, kv_heads, dim // 2, norms is not None, num_warps=1,
+        heads, kv_heads, dim, norms is not None, ROPE_HEADS, **launch_options(4),
     )  # fmt: skip
     return out
 

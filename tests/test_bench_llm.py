@@ -172,6 +172,11 @@ KERNELS = {  # types, constants, may load before it waits
         {"parts": 32},
         False,
     ),
+    "_rope_cache": (
+        {**ATTENTION, "q_out": HALF, "tokens": "i32"},
+        {"heads": 4, "kv_heads": 2, "dim": 64, "normed": True, "block": 16},
+        True,
+    ),
     "_decode_one": (ATTENTION, {"heads": 4, "dim": 64, "normed": False, "block": 32}, True),
     "_decode_group": (
         ATTENTION,
