@@ -163,7 +163,7 @@ def measure(
     if options.get("profile") and device.type == "cuda":
         decoder.prefill(prompt)
         decoder.decode(tokens_out // 2)
-        shares = profile(lambda: decoder.decode(1))
+        shares = profile(lambda: decoder.decode(1))  # {} where the profiler sees no kernel
     return statistics.median(prefill), statistics.median(decode), shares
 
 
@@ -288,7 +288,9 @@ def main(
         str, typer.Option(help="when small kernels let the next start: early, late, off; auto")
     ] = "auto",
     prefill_graph: Annotated[bool, typer.Option(help="prefill as a CUDA graph")] = True,
-    profile: Annotated[bool, typer.Option(help="time of a step by kind of kernel")] = False,
+    profile: Annotated[
+        bool, typer.Option(help="a step by kind of kernel; may slow later cells down")
+    ] = False,
     json: Annotated[Path, typer.Option(help="record, written after every cell")] = Path(
         "results/llm.json"
     ),

@@ -56,7 +56,7 @@ def shares(events: Iterable[tuple[str, float, float]], replays: int = 1) -> dict
 
 
 def profile(step: Callable[[], None], replays: int = REPLAYS) -> dict[str, Any]:
-    """`shares` of step() on the GPU, in microseconds."""
+    """`shares` of step() on the GPU, in microseconds; empty if the profiler may not look."""
     step()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -70,8 +70,6 @@ def profile(step: Callable[[], None], replays: int = REPLAYS) -> dict[str, Any]:
         trace = json.loads(path.read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     events = [(e["name"], e["ts"], e["dur"]) for e in trace if e.get("cat") in kinds]
-    if not events:
-        raise RuntimeError("the profiler recorded no kernel")
     return shares(events, replays)
 
 
