@@ -144,6 +144,10 @@ def quantize(
         bool,
         typer.Option("--sensitivity", help="gptq: weigh errors by what the model's output feels"),
     ] = False,
+    reconstruct: Annotated[
+        int,
+        typer.Option(min=0, help="gptq: steps of learning each block's codes, scales and biases"),
+    ] = 0,
     sparsity: Annotated[
         Sparsity, typer.Option(help="2:4 prunes half of the weights, for sparse kernels")
     ] = Sparsity.none,
@@ -165,6 +169,7 @@ def quantize(
             resume=resume,
             act_order=act_order is not ActOrder.off,
             sensitivity=sensitivity,
+            reconstruct=reconstruct,
         )
         from .checkpoint import convert_checkpoint
 
@@ -198,6 +203,7 @@ def quantize(
         act_order=order,
         refine=refine,
         sensitivity=sensitivity,
+        reconstruct=reconstruct,
         sparsity=pruned,
         resume=None if resume is None else str(resume),
         progress=not quiet,

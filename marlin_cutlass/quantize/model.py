@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
@@ -16,13 +15,13 @@ from ..progress import progress_bar
 from ..prune import CHUNK, check_sparsity
 from . import calibration as cal
 from .gptq import GptqOptions
-from .report import LayerReport, ModelReport
+from .model_pass import ModelPass, stages_of
+from .report import ModelReport
 from .resume import ResumeFolder
 from .sensitivity import measure
 from .worker import LayerWorker
 
 DEFAULT_SKIP = ("lm_head",)
-MOMENT_BYTES = 2 << 30  # second moments kept at a time when blocks cannot be run on their own
 
 
 def select_layers(
@@ -83,84 +82,6 @@ def check_layers(
     return {name: layer for name, layer in layers.items() if name not in bad}
 
 
-def _stages(layers: dict[str, nn.Linear]) -> list[dict[str, nn.Linear]]:
-    """Layers in order, cut so that the second moments of one stage fit MOMENT_BYTES."""
-    stages: list[dict[str, nn.Linear]] = [{}]
-    size = 0
-    for name, layer in layers.items():
-        need = 4 * layer.in_features**2
-        if stages[-1] and size + need > MOMENT_BYTES:
-            stages.append({})
-            size = 0
-        stages[-1][name] = layer
-        size += need
-    return stages if stages[0] else []
-
-
-class _Pass:
-    """One run over the model: decides what runs together and advances the progress bar."""
-
-    def __init__(self, worker: LayerWorker, report: ModelReport, tick) -> None:
-        self.worker, self.report, self.tick = worker, report, tick
-
-    def stage(
-        self, streams: cal.Streams | None, layers: dict, originals: dict | None = None
-    ) -> None:
-        """Quantise `layers`, whose inputs `streams` produce (None: no data needed)."""
-        todo = {}
-        for name, layer in layers.items():
-            done = self.worker.finished(name, layer)
-            if done is None:
-                todo[name] = layer
-            else:
-                self._report(done)
-        moments = {}
-        if streams is not None and todo:
-            paired = None if originals is None else {name: originals[name] for name in todo}
-            felt = self.worker.sensitivity
-            weights = {name: felt[name].weights for name in todo if name in felt}
-            moments = cal.collect_moments(streams, todo, paired, weights)
-        for name, layer in todo.items():
-            # pop: a layer's moments are freed as soon as it is done.
-            self._report(self.worker.run(name, layer, moments.pop(name, None)))
-
-    def _report(self, layer: LayerReport) -> None:
-        self.report.layers.append(layer)
-        self.tick(layer.name)
-
-    def blocks(self, calls: cal.Calls, blocks: list[tuple[str, nn.Module]], layers) -> set[str]:
-        """Run blocks one after the other on cached hidden states; returns the layers done."""
-        done: set[str] = set()
-        current = cal.capture_block_calls(calls, blocks[0][1])
-        original = cal.Calls(None, current.samples, current.device)
-        for i, (name, block) in enumerate(blocks):
-            inside = {n: m for n, m in layers.items() if n.startswith(name + ".")}
-            done |= inside.keys()
-            last = i + 1 == len(blocks)
-            if self.worker.compensate:
-                original = self._compensated(name, block, current, original, inside, last)
-            else:
-                for stage in _stages(inside):
-                    self.stage(cal.Streams(current), stage)
-            if not last:
-                current = cal.advance(current, blocks[i + 1][1])
-        return done
-
-    def _compensated(self, name, block, current, original, inside, last) -> cal.Calls:
-        """One block in order of execution, against a copy of the original on original inputs.
-
-        Returns the original's calls for the next block.
-        """
-        copied = copy.deepcopy(block)
-        original = cal.Calls(copied, original.samples, original.device)
-        twins = {n: copied.get_submodule(n.removeprefix(name + ".")) for n in inside}
-        streams = cal.Streams(current, original)
-        for group in cal.execution_order(current, inside):
-            for stage in _stages(group):
-                self.stage(streams, stage, twins)
-        return original if last else cal.advance(original, None)
-
-
 def _settings(method, options: GptqOptions, clip, compensate, layers, samples: int) -> dict:
     names = hashlib.sha256("\n".join(sorted(layers)).encode()).hexdigest()[:16]
     plain = {k: str(v) for k, v in vars(options).items()}
@@ -184,6 +105,13 @@ def _check_sensitivity(sensitivity: bool, method: str, refine: int) -> None:
         host_library.required()
 
 
+def _check_reconstruct(steps: int, method: str, compensate: bool) -> None:
+    if type(steps) is not int or steps < 0:
+        raise ValueError(f"reconstruct={steps!r}: a number of steps from 0 on is required")
+    if steps and (method != "gptq" or not compensate):
+        raise ValueError(f"reconstruct={steps} needs method='gptq' and compensate=True")
+
+
 def quantize_model(
     model: nn.Module,
     calibration: Iterable | None = None,
@@ -196,6 +124,7 @@ def quantize_model(
     act_order: bool | str = False,
     compensate: bool = True,
     sensitivity: bool = False,
+    reconstruct: int = 0,
     scale_dtype: torch.dtype | None = None,
     sparsity: str | None = None,
     refine: int = 4,
@@ -214,6 +143,8 @@ def quantize_model(
     there is one. False is the plain recipe; it needs half the time.
     sensitivity: (gptq) one backward pass through the whole model first, which says what errors its
     output feels; takes the activations of one sample and N*N floats for each layer.
+    reconstruct: (gptq, compensate) so many steps of gradient descent on codes, scales and biases of
+    each block together, towards what the block gives in the original model; needs repeated blocks.
     sparsity: "2:4" prunes as well: by magnitude for rtn, in the sweep for gptq.
     skip: path components or "re:..." that stay as they are. on_illegal: "raise" names every layer
     the group size does not fit before any work is done, "skip" leaves them. resume: folder that
@@ -244,33 +175,39 @@ def quantize_model(
     form = (group_size, symmetric, search, percdamp, act_order, scale_dtype, sparsity)
     options = GptqOptions(*form, refine, signed_scales)
     _check_sensitivity(sensitivity, method, refine)
+    _check_reconstruct(reconstruct, method, compensate)
     rtn_clip = "mse" if clip in ("mse", True) else None
     folder = ResumeFolder(
         resume,
         _settings(method, options, rtn_clip, compensate, layers, len(samples))
-        | {"sensitivity": sensitivity},
+        | {"sensitivity": sensitivity, "reconstruct": reconstruct},
     )
     worker = LayerWorker(method, options, rtn_clip, compensate, folder)
     with cal.evaluation_mode(model), progress_bar(progress, len(layers), "quantise") as tick:
-        work = _Pass(worker, report, tick)
+        work = ModelPass(worker, report, tick, reconstruct)
         _run(model, samples if method == "gptq" else None, layers, work, sensitivity)
     _replace(model, worker.packed)
     return report
 
 
-def _run(model, samples, layers, work: _Pass, sensitivity: bool) -> None:
+def _run(model, samples, layers, work: ModelPass, sensitivity: bool) -> None:
     if samples is None:
         work.stage(None, layers)
         return
     calls = cal.model_calls(model, samples)
+    blocks = cal.find_blocks(model, set(layers))
+    chained = blocks and cal.blocks_are_chained(calls, [block for _, block in blocks])
+    if work.reconstruct_steps and not chained:
+        raise ValueError(
+            f"reconstruct={work.reconstruct_steps}: the model has no blocks that feed each other"
+        )
     if sensitivity:
         work.worker.sensitivity = measure(calls, layers)
-    blocks = cal.find_blocks(model, set(layers))
     done: set[str] = set()
-    if blocks and cal.blocks_are_chained(calls, [block for _, block in blocks]):
+    if chained:
         done = work.blocks(calls, blocks, layers)
     rest = {name: layer for name, layer in layers.items() if name not in done}
-    for stage in _stages(rest):
+    for stage in stages_of(rest):
         work.stage(cal.Streams(calls), stage)
 
 

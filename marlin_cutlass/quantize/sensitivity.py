@@ -66,7 +66,7 @@ def measure(calls: Calls, layers: dict[str, nn.Linear], seed: int = 0) -> dict[s
     """
     found = {n: Sensitivity(m.out_features, m.weight.device) for n, m in layers.items()}
     generator = torch.Generator().manual_seed(seed)
-    with _without_parameters(calls.run), torch.enable_grad():
+    with without_parameters(calls.run), torch.enable_grad():
         for sample, (args, kwargs, mask) in enumerate(calls.samples):
             with ExitStack() as stack:
                 for name, layer in layers.items():
@@ -92,7 +92,7 @@ def _observer(item: Sensitivity, sample: int):
 
 
 @contextmanager
-def _without_parameters(model: nn.Module):
+def without_parameters(model: nn.Module):
     """Parameters need no gradients of their own."""
     wanted = [p for p in model.parameters() if p.requires_grad]
     for parameter in wanted:

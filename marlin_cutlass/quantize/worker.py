@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,8 +18,21 @@ from .rtn import quantize_rtn
 from .sensitivity import Sensitivity
 
 
+@dataclass
+class HeldLayer:
+    """A layer that is quantised but not finished: its block is still to be reconstructed."""
+
+    layer: nn.Linear
+    original: torch.Tensor  # weight [N, K]
+    weight: QuantizedWeight
+    report: LayerReport
+
+
 class LayerWorker:
-    """Quantises single layers and writes the rounded weights back for the layers behind."""
+    """Quantises single layers and writes the rounded weights back for the layers behind.
+
+    Where `held` is a dictionary, layers go there instead of being finished; `finish` does that.
+    """
 
     def __init__(
         self, method: str, options: GptqOptions, rtn_clip, compensate: bool, resume: ResumeFolder
@@ -27,6 +41,7 @@ class LayerWorker:
         self.compensate, self.resume = compensate, resume
         self.packed: dict = {}
         self.sensitivity: dict[str, Sensitivity] = {}
+        self.held: dict[str, HeldLayer] | None = None
 
     def finished(self, name: str, layer: nn.Linear) -> LayerReport | None:
         """Take a layer from the resume folder, if it is there."""
@@ -43,15 +58,10 @@ class LayerWorker:
         """Quantise one layer; rtn where no calibration token reached it."""
         start = time.perf_counter()
         tokens = moments.tokens if moments else 0
+        original = layer.weight.detach().clone() if self.held is not None else layer.weight.detach()
         weight, bias, method, loss, note = self._quantise(name, layer, moments)
-        dense = weight.dequantize()
-        original = layer.weight.detach().t().float()
-        error = float((dense - original).norm() / original.norm().clamp_min(1e-30))
-        self._write_back(layer, dense, bias)
-        packed = weight.to_packed()
-        if layer.weight.dtype in (torch.float16, torch.bfloat16):
-            packed.dtype = layer.weight.dtype
-        self.packed[name] = packed.to("cpu")
+        error = self._relative_error(weight, original)
+        self._write_back(layer, weight.dequantize(), bias)
         seconds = time.perf_counter() - start
         report = LayerReport(
             name,
@@ -65,8 +75,40 @@ class LayerWorker:
             seconds,
             note,
         )
-        self.resume.save(name, self.packed[name], bias, report)
+        if self.held is not None:
+            self.held[name] = HeldLayer(layer, original, weight, report)
+        else:
+            self._keep(name, layer, weight, bias, report)
         return report
+
+    def finish(
+        self,
+        name: str,
+        held: HeldLayer,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        note: str,
+    ) -> LayerReport:
+        """Finish a held layer with what its block's reconstruction made of it."""
+        bias = None if bias is None else bias.detach()
+        self._write_back(held.layer, weight.dequantize(), bias)
+        error = self._relative_error(weight, held.original)
+        note = "; ".join(part for part in (held.report.note, note) if part)
+        report = replace(held.report, weight_error=error, note=note)
+        self._keep(name, held.layer, weight, bias, report)
+        return report
+
+    @staticmethod
+    def _relative_error(weight: QuantizedWeight, original: torch.Tensor) -> float:
+        original = original.t().float()
+        return float((weight.dequantize() - original).norm() / original.norm().clamp_min(1e-30))
+
+    def _keep(self, name, layer: nn.Linear, weight: QuantizedWeight, bias, report) -> None:
+        packed = weight.to_packed()
+        if layer.weight.dtype in (torch.float16, torch.bfloat16):
+            packed.dtype = layer.weight.dtype
+        self.packed[name] = packed.to("cpu")
+        self.resume.save(name, self.packed[name], bias, report)
 
     def _quantise(self, name: str, layer: nn.Linear, moments: Moments | None):
         """(codes, new bias or None, method, loss, note)."""
