@@ -8,7 +8,9 @@ import pytest
 import torch
 from test_quantize_model import error, model, quantised, samples
 from torch import nn
+from typer.testing import CliRunner
 
+from marlin_cutlass.cli import app
 from marlin_cutlass.nn import QuantLinear
 from marlin_cutlass.quantize import GptqOptions, Moments, quantize_gptq
 from marlin_cutlass.quantize.calibration import Calls
@@ -206,3 +208,16 @@ def test_models_without_blocks_are_refused_before_the_work():
     with pytest.raises(ValueError, match="no blocks that feed each other"):
         quantised(plain, [torch.randn(4, K)], reconstruct=5)
     assert isinstance(plain[0], nn.Linear)
+
+
+def test_the_command_line_hands_it_on(tmp_path, monkeypatch):
+    runner, given = CliRunner(), {}
+    monkeypatch.setattr(
+        "marlin_cutlass.quantize.folder.quantize_folder", lambda *_, **kw: given.update(kw) or "{}"
+    )
+    (tmp_path / "texts.txt").write_text("a b c\n")
+    call = ["quantize", str(tmp_path), str(tmp_path / "out"), "--reconstruct", "7"]
+    data = ["--method", "gptq", "--calibration", str(tmp_path / "texts.txt")]
+    assert runner.invoke(app, [*call, *data]).exit_code == 0 and given["reconstruct"] == 7
+    refused = runner.invoke(app, call)
+    assert refused.exit_code == 2 and "--reconstruct only makes sense" in refused.stderr
