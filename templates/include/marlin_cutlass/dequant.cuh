@@ -14,7 +14,10 @@ struct RowScales {
   uint32_t bias[2];  // symmetric: -8 * scale in weight units; zero points: the zero as a subnormal code
 };
 
-template <class E, int kGroupSize, bool kZeros> struct Dequantizer {
+// kScaleSums: fragments are codes minus zero point, and the scales of a group multiply the fp32 sums over it (factors). Per weight that saves
+// one instruction of two; per group it costs one for each sum, so that it pays for few activation rows.
+template <class E, int kGroupSize, bool kZeros, bool kScaleSums = false> struct Dequantizer {
+  static_assert(!kScaleSums || (kZeros && kGroupSize > 0), "symmetric weights have their scale and offset in one instruction");
   static constexpr bool kGrouped = kGroupSize > 0;
   static constexpr bool kHasEntries = kGrouped || kZeros;
   static constexpr int kGroupsPerBlock = kGrouped ? kBlockDepth / kGroupSize : 1;
@@ -43,12 +46,25 @@ template <class E, int kGroupSize, bool kZeros> struct Dequantizer {
   // Fragment a[0..3] of m16n8k16 / wgmma from the 8 codes in `w`.
   MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a);
 
+  // What the sums over a group are multiplied by, rows r and r + 8: the scale as the activation type holds it, over the unit of the codes.
+  struct Factors { float row[2]; };
+  MC_DEVICE static Factors factors(Entry e) { return factors(e, Tag<E>{}); }
+
  private:
   MC_DEVICE static uint32_t convert(uint32_t x, uint32_t scale, uint32_t bias) {
-    if constexpr (kZeros) return mul2<E>(sub2<E>(x, bias), scale);
+    if constexpr (kScaleSums) return subtract(x, scale, bias, Tag<E>{});
+    else if constexpr (kZeros) return mul2<E>(sub2<E>(x, bias), scale);
     else return fma2<E>(x, scale, bias);
   }
   template <class T> struct Tag {};
+  // Tensor cores take subnormal fp16 operands as they are; bf16 ones would leave the sums subnormal, so they move to the units 2^-22 and 2^-18.
+  MC_DEVICE static uint32_t subtract(uint32_t x, uint32_t, uint32_t bias, Tag<F16>) { return sub2<F16>(x, bias); }
+  MC_DEVICE static uint32_t subtract(uint32_t x, uint32_t unit, uint32_t bias, Tag<BF16>) { return fma2<BF16>(x, unit, bias); }
+  MC_DEVICE static Factors factors(Entry e, Tag<F16>) { return {{half_low_to_float(e.scales), half_high_to_float(e.scales)}}; }
+  MC_DEVICE static Factors factors(Entry e, Tag<BF16>) {
+    const uint32_t rounded = pack2<BF16>(half_low_to_float(e.scales), half_high_to_float(e.scales));
+    return {{bfloat_low_to_float(rounded), bfloat_high_to_float(rounded)}};
+  }
   MC_DEVICE static RowScales prepare(Entry e, Tag<F16>) {
     RowScales s;
     // Stored scales are s_n * 2^22 and s_n * 2^18; per column s_n is 2^-7 (the column scale acts in the epilogue).
@@ -67,6 +83,13 @@ template <class E, int kGroupSize, bool kZeros> struct Dequantizer {
   }
   MC_DEVICE static RowScales prepare(Entry e, Tag<BF16>) {
     RowScales s;
+    if constexpr (kScaleSums) {  // from 2^-131, the weight of the lowest code bit position, to 2^-22 and 2^-18
+      s.scale[0] = 0x76007600u;
+      s.scale[1] = 0x78007800u;
+      s.bias[0] = mul2<BF16>(broadcast_low(e.zeros), 0xf600f600u);
+      s.bias[1] = mul2<BF16>(broadcast_high(e.zeros) >> 4, 0xf800f800u);
+      return s;
+    }
     if constexpr (kGrouped) {  // to bf16(s_n) * 2^131, the weight of the lowest code bit position being 2^-131
       const float low = half_low_to_float(e.scales) * 0x1p109f, high = half_high_to_float(e.scales) * 0x1p113f;
       s.scale[0] = pack2<BF16>(low, low);
@@ -100,12 +123,12 @@ template <class E, int kGroupSize, bool kZeros> struct Dequantizer {
   }
 };
 
-template <class E, int kGroupSize, bool kZeros>
-MC_DEVICE RowScales Dequantizer<E, kGroupSize, kZeros>::prepare(Entry e) {
+template <class E, int kGroupSize, bool kZeros, bool kScaleSums>
+MC_DEVICE RowScales Dequantizer<E, kGroupSize, kZeros, kScaleSums>::prepare(Entry e) {
   return prepare(e, Tag<E>{});
 }
-template <class E, int kGroupSize, bool kZeros>
-MC_DEVICE void Dequantizer<E, kGroupSize, kZeros>::fragment(uint32_t w, const RowScales& s, uint32_t* a) {
+template <class E, int kGroupSize, bool kZeros, bool kScaleSums>
+MC_DEVICE void Dequantizer<E, kGroupSize, kZeros, kScaleSums>::fragment(uint32_t w, const RowScales& s, uint32_t* a) {
   fragment(w, s, a, Tag<E>{});
 }
 

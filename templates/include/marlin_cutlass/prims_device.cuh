@@ -27,7 +27,7 @@ MC_DEVICE int lane_index() { return threadIdx.x & 31; }
 MC_DEVICE int warp_index() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x >> 5), 0); }
 MC_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 // Hides from the compiler what it knows of x.
-MC_DEVICE void forget(int& x) { asm volatile("" : "+r"(x)); }
+template <class T> MC_DEVICE void forget(T& x) { asm volatile("" : "+r"(x)); }
 MC_DEVICE void block_sync() { __syncthreads(); }
 MC_DEVICE void warp_sync() { __syncwarp(); }
 // Barrier `id` (1..15) among `threads` threads.
@@ -204,6 +204,8 @@ template <> MC_DEVICE uint32_t pack2<BF16>(float low, float high) {
 // The low / high fp16 of x as fp32 (scales are stored as fp16 for both activation types).
 MC_DEVICE float half_low_to_float(uint32_t x) { return __half2float(__ushort_as_half(static_cast<unsigned short>(x))); }
 MC_DEVICE float half_high_to_float(uint32_t x) { return __half2float(__ushort_as_half(static_cast<unsigned short>(x >> 16))); }
+MC_DEVICE float bfloat_low_to_float(uint32_t x) { return __uint_as_float(x << 16); }
+MC_DEVICE float bfloat_high_to_float(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 // The low / high half of x in both halves.
 MC_DEVICE uint32_t broadcast_low(uint32_t x) { return __byte_perm(x, x, 0x1010); }
 MC_DEVICE uint32_t broadcast_high(uint32_t x) { return __byte_perm(x, x, 0x3232); }

@@ -35,7 +35,7 @@ MC_DEVICE int grid_size() { return emu_thread->grid; }
 MC_DEVICE int lane_index() { return emu_thread->thread & 31; }
 MC_DEVICE int warp_index() { return emu_thread->thread >> 5; }
 MC_DEVICE uint32_t uniform(uint32_t x) { return emu_shuffle(x, 0); }
-MC_DEVICE void forget(int&) {}
+template <class T> MC_DEVICE void forget(T&) {}
 MC_DEVICE void block_sync() { emu_block_sync(); }
 MC_DEVICE void warp_sync() { emu_warp_sync(); }
 MC_DEVICE void named_barrier_sync(int id, int threads) { emu_named_barrier_sync(id, threads); }
@@ -117,6 +117,8 @@ template <class E> MC_DEVICE uint32_t sub2(uint32_t a, uint32_t b) {
 template <class E> MC_DEVICE uint32_t pack2(float low, float high) { return emu_pack2(IsBf16<E>::value, low, high); }
 MC_DEVICE float half_low_to_float(uint32_t x) { return emu_to_float(false, static_cast<uint16_t>(x)); }
 MC_DEVICE float half_high_to_float(uint32_t x) { return emu_to_float(false, static_cast<uint16_t>(x >> 16)); }
+MC_DEVICE float bfloat_low_to_float(uint32_t x) { return emu_to_float(true, static_cast<uint16_t>(x)); }
+MC_DEVICE float bfloat_high_to_float(uint32_t x) { return emu_to_float(true, static_cast<uint16_t>(x >> 16)); }
 MC_DEVICE uint32_t broadcast_low(uint32_t x) { return (x & 0xffffu) | (x << 16); }
 MC_DEVICE uint32_t broadcast_high(uint32_t x) { return (x >> 16) | (x & 0xffff0000u); }
 MC_DEVICE uint32_t rotate_right(uint32_t x, int bits) { return (x >> (bits & 31)) | (x << (-bits & 31)); }
