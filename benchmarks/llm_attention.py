@@ -24,10 +24,10 @@ except ImportError:  # the CPU needs none
 MIN_HEADS = 16  # rows of the smallest tl.dot
 ROPE_HEADS = 16  # heads of a program that rotates and stores: 16 values a thread
 # Most programs -> keys of a tile and warps. Few programs have an SM each and wait for one load of
-# all keys of a short text; of many, those that share an SM must fit its registers (compiled for
-# sm_90: 139 and 111 a thread at the ends of the first list, 138, 148, 105 in the second; 132 SMs). The
-# first list is the best of eight tiles at 32, 512 and 2048 programs (llm_small.py, H200,
-# 2026-11-30: 3.7, 9.1 and 25.4 us); the second was not measured.
+# all keys of a short text; of many, those that share an SM must fit its registers (139 and 111 a
+# thread at the ends of the first list, 138, 148, 105 in the second; 132 SMs). The first list is the
+# best of eight tiles at 32, 512 and 2048 programs (llm_small.py, H200, 2026-11-30: 3.7, 9.1 and
+# 25.4 us); the second was not measured.
 TILES_ONE = ((132, (128, 8)), (1056, (32, 2)), (math.inf, (16, 1)))
 TILES_GROUP = ((132, (128, 8)), (396, (64, 4)), (math.inf, (32, 4)))
 
