@@ -62,3 +62,17 @@ def test_small_groups_zero_points_and_sensitivity_come_closest(quality):
     felt = {"sensitivity": True, "refine": 10}
     found = held_out_cosine(quality, 192, group_size=32, symmetric=False, **felt)
     assert found > 0.991  # 0.9933
+
+
+@pytest.mark.slow
+def test_all_but_the_last_block_come_close(quality):
+    felt = {"sensitivity": True, "refine": 10, "skip": [r"re:encoder\.layer\.5\."]}
+    found = held_out_cosine(quality, 1024, **felt)  # 512 texts: 0.9947
+    assert found > 0.995  # 0.9955
+
+
+@pytest.mark.slow
+def test_reconstruction_repairs_what_pruning_leaves(quality):
+    plain = held_out_cosine(quality, 192, sparsity="2:4")
+    found = held_out_cosine(quality, 192, sparsity="2:4", reconstruct=60)
+    assert 1 - found < 0.98 * (1 - plain)

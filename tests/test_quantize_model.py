@@ -231,6 +231,16 @@ def test_skip_list_and_tied_weights():
     assert len(report.layers) == 12 - 2 - 3
 
 
+def test_blocks_skipped_as_a_whole_leave_the_others_what_they_are():
+    original, data = model(), samples()
+    full, _ = quantised(original, data)
+    for kept in (0, 2):
+        work, report = quantised(original, data, skip=["lm_head", f"re:layers\\.{kept}\\."])
+        assert len(report.layers) == 8 and isinstance(work.layers[kept].up, nn.Linear)
+        assert torch.equal(work.layers[kept].up.weight, original.layers[kept].up.weight)
+    assert torch.equal(work.layers[1].down.packed, full.layers[1].down.packed)
+
+
 class Experts(nn.Module):
     """Two experts of which the calibration reaches one."""
 

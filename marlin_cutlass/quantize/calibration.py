@@ -174,7 +174,8 @@ def _fitting(mask, x: torch.Tensor):
 
 
 def find_blocks(model: nn.Module, wanted: set[str]) -> list[tuple[str, nn.Module]]:
-    """The ModuleList that holds most of the wanted layers, at least two members with some each."""
+    """The ModuleList that holds most of the wanted layers, at least two members with some each;
+    members that are skipped as a whole are run like the others."""
     best: list[tuple[str, nn.Module]] = []
     best_count = 0
     for prefix, module in model.named_modules():
@@ -182,7 +183,7 @@ def find_blocks(model: nn.Module, wanted: set[str]) -> list[tuple[str, nn.Module
             continue
         names = [f"{prefix}.{i}" if prefix else str(i) for i in range(len(module))]
         counts = [sum(w.startswith(n + ".") for w in wanted) for n in names]
-        if min(counts) > 0 and sum(counts) > best_count:
+        if sum(c > 0 for c in counts) >= 2 and sum(counts) > best_count:
             best, best_count = list(zip(names, module, strict=True)), sum(counts)
     return best
 
