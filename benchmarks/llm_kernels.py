@@ -106,8 +106,8 @@ if triton is not None:
 
     @triton.jit
     def _add_norm(
-        x, residual, weight, out, eps, width,
-        has_residual: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+        x, other, residual, weight, out, eps, width,
+        has_other: tl.constexpr, has_residual: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
     ):  # fmt: skip
         pdl_start(pdl)
         row = tl.program_id(0)
@@ -117,6 +117,8 @@ if triton is not None:
         w = tl.load(weight + columns, mask=inside, other=0.0)
         pdl_wait(pdl)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if has_other:
+            value += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
         if has_residual:
             value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(residual.dtype.element_ty)
@@ -182,18 +184,34 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return value.to(x.dtype) * weight
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float):
-    """x [M, H] + residual -> (its RMS norm, the sum); None: x itself is the sum."""
-    if not use_triton(x):
-        total = x if residual is None else x + residual
+Parts = tuple[Tensor, ...]  # what ranks have to add, in the order of the ranks
+
+
+def added(x: Tensor | Parts, keep: int = 1) -> Parts:
+    """The first of `x` added up until `keep` are left."""
+    parts = x if isinstance(x, tuple) else (x,)
+    while len(parts) > keep:
+        parts = (parts[0] + parts[1], *parts[2:])
+    return parts
+
+
+def add_norm(x: Tensor | Parts, residual: Tensor | None, weight: Tensor, eps: float):
+    """x [M, H] + residual -> (its RMS norm, the sum); None: x itself is the sum.
+
+    Of several x the sum is meant; two are added in the same launch, in float32.
+    """
+    first, *rest = added(x, 2 if use_triton(weight) else 1)
+    if not use_triton(first):
+        total = first if residual is None else first + residual
         return rms_norm(total, weight, eps), total
-    m, width = x.shape
-    total = torch.empty_like(x) if residual is None else residual
-    out = torch.empty_like(x)
+    m, width = first.shape
+    total = torch.empty_like(first) if residual is None else residual
+    out = torch.empty_like(first)
     block = triton.next_power_of_2(width)
     warps = min(16, max(4, block // 512))  # 16 values a thread
-    options = launch_options(warps)
-    _add_norm[(m,)](x, total, weight, out, eps, width, residual is not None, block, **options)
+    other = rest[0] if rest else first
+    flags = (bool(rest), residual is not None, block)
+    _add_norm[(m,)](first, other, total, weight, out, eps, width, *flags, **launch_options(warps))
     return out, total
 
 

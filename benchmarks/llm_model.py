@@ -35,9 +35,12 @@ GROUP_SIZE = 128
 
 
 class Reduce(Protocol):
-    """Adds a [M, H] tensor over ranks; `buffer` is where it would like that tensor written."""
+    """Adds a [M, H] tensor over ranks, or hands all ranks' tensors to the kernel behind.
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    `buffer` is where it would like that tensor written.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor | kernels.Parts: ...
 
     def buffer(self, m: int, width: int) -> Tensor | None: ...
 
@@ -228,6 +231,7 @@ class Model(nn.Module):
             x, residual = self._layer(layer, x, residual, keys, values, tokens)
         if tokens > 1:
             last = slice(tokens - 1, None, tokens)
+            (x,) = kernels.added(x)
             x, residual = x[last].contiguous(), residual[last].contiguous()
         x, _ = kernels.add_norm(x, residual, self.norm, self.eps)
         return functional.linear(x, self.head)
@@ -240,8 +244,8 @@ class Model(nn.Module):
         x, residual = kernels.add_norm(x, residual, layer.norm_2, self.eps)
         return self._row(layer.down, kernels.silu_mul(layer.gate_up(x))), residual
 
-    def _row(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """A row-parallel layer: the ranks' partial sums, added."""
+    def _row(self, layer: nn.Module, x: Tensor) -> Tensor | kernels.Parts:
+        """A row-parallel layer: the ranks' partial sums, added or for `add_norm` to add."""
         reduce = self.shard.reduce
         if reduce is None:
             return layer(x)

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.llm_kernels import Parts, add_norm
 from benchmarks.llm_model import Reduce
 
-SYMMETRIC_ELEMENTS = 128 * 8192  # largest one-shot sum: batch 128 of hidden size 8192
+SYMMETRIC_ELEMENTS = 128 * 8192  # largest sum in symmetric memory: batch 128 of hidden size 8192
 
 
 class Nccl:
@@ -27,58 +28,70 @@ class Nccl:
         return None
 
 
-class OneShot:
-    """Each rank reads all others' buffers over NVLink and adds: one short kernel for small tensors.
+class Symmetric:
+    """Partial sums stay where each rank's product wrote them; the norm behind reads all of them.
 
-    Products are written straight into the symmetric buffer; larger tensors go through NCCL.
+    Over NVLink: one barrier of the GPUs, no kernel of its own. Two buffers take turns: a rank that
+    writes one again has passed the barrier of the other, which its peers reach only after they read
+    the first.
+    Tensors that do not fit go through NCCL.
     """
 
     def __init__(self, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        self.group = dist.group.WORLD.group_name
-        self.memory = symmetric.empty(SYMMETRIC_ELEMENTS, dtype=torch.float16, device=device)
-        symmetric.rendezvous(self.memory, self.group)
-        self.address = self.memory.data_ptr()
+        options = {"dtype": torch.float16, "device": device}
+        self.memory = symmetric.empty(2 * SYMMETRIC_ELEMENTS, **options)
+        self.handle = symmetric.rendezvous(self.memory, dist.group.WORLD.group_name)
+        self.turn = 0
 
     def buffer(self, m: int, width: int) -> Tensor | None:
         if m * width > SYMMETRIC_ELEMENTS:
             return None
-        return self.memory[: m * width].view(m, width)
+        first = self.turn * SYMMETRIC_ELEMENTS
+        return self.memory[first : first + m * width].view(m, width)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.data_ptr() != self.address:
+    def __call__(self, x: Tensor) -> Tensor | Parts:
+        mine = self.buffer(*x.shape)
+        if mine is None or x.data_ptr() != mine.data_ptr():
             dist.all_reduce(x)
             return x
-        return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", self.group)
+        self.handle.barrier(channel=self.turn)
+        place = (list(x.shape), x.dtype, self.turn * SYMMETRIC_ELEMENTS)
+        self.turn ^= 1
+        return tuple(self.handle.get_buffer(r, *place) for r in range(dist.get_world_size()))
 
 
 def make_reduce(kind: str, world: int, device: torch.device) -> tuple[Reduce | None, str]:
-    """The sum over ranks and its name; "auto": one-shot if it works here, else NCCL."""
+    """The sum over ranks and its name; "auto": symmetric memory if it works here, else NCCL."""
     if world == 1:
         return None, "none"
     if kind == "nccl" or device.type != "cuda":
         return Nccl(), dist.get_backend()
     try:
-        reduce = OneShot(device)
+        reduce = Symmetric(device)
         right = _agrees(reduce, device)
     except Exception as error:
         if kind == "symm":
             raise
-        return Nccl(), f"nccl (one-shot: {type(error).__name__}: {str(error)[:120]})"
-    return (reduce, "one-shot") if right else (Nccl(), "nccl (one-shot gave another sum)")
+        return Nccl(), f"nccl (symmetric: {type(error).__name__}: {str(error)[:120]})"
+    return (reduce, "symmetric") if right else (Nccl(), "nccl (symmetric memory gave another sum)")
 
 
-def _agrees(reduce: OneShot, device: torch.device) -> bool:
-    """Whether one-shot sums equal NCCL's on every rank."""
-    x = torch.randn(4, 256, device=device).half()
-    expected = x.float()
-    dist.all_reduce(expected)
-    out = reduce.buffer(4, 256)
-    out.copy_(x)
-    wrong = ((reduce(out).float() - expected).abs().max() > 1e-2).float()
-    dist.all_reduce(wrong)
-    return float(wrong) == 0
+def _agrees(reduce: Symmetric, device: torch.device) -> bool:
+    """Whether the norm's sums equal NCCL's on every rank, in each buffer and then once more."""
+    wrong = torch.zeros((), device=device)
+    weight = torch.ones(256, device=device).half()
+    for _ in range(4):
+        x = torch.randn(4, 256, device=device).half()
+        expected = x.float()
+        dist.all_reduce(expected)
+        out = reduce.buffer(4, 256)
+        out.copy_(x)
+        _, total = add_norm(reduce(out), None, weight, 1e-5)
+        wrong = wrong.maximum((total.float() - expected).abs().max())
+    dist.all_reduce(wrong, dist.ReduceOp.MAX)
+    return float(wrong) <= 1e-2
 
 
 def _process(rank: int, function: Callable, world: int, port: int, options: Any) -> None:

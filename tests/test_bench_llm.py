@@ -104,6 +104,17 @@ def test_logits_of_prefill_and_decode_are_those_of_transformers(family, kind):
     assert int(model.start) == 9
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_norm_adds_the_parts_of_all_ranks(count):
+    parts = tuple(torch.randn(3, 64).half() for _ in range(count))
+    residual, weight = torch.randn(3, 64).half(), torch.rand(64).half()
+    want, total = llm_kernels.add_norm(sum(parts), residual, weight, 1e-5)
+    got, sums = llm_kernels.add_norm(parts, residual, weight, 1e-5)
+    assert torch.equal(got, want) and torch.equal(sums, total)
+    (alone,) = llm_kernels.added(parts)
+    assert torch.equal(alone, sum(parts))
+
+
 @pytest.fixture
 def interpreted():
     """The Triton kernels on the CPU, by Triton's interpreter (TRITON_INTERPRET=1 before import)."""
