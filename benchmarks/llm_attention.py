@@ -212,7 +212,7 @@ def rope_cache(qkv, start, tokens, cos, sin, norms, eps, keys, values) -> Tensor
     q_norm, k_norm = norms or (qkv, qkv)  # not read where there are none
     _rope_cache[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, ROPE_HEADS))](
         qkv, start, cos, sin, q_norm, k_norm, out, keys, values, eps, tokens, length,
-        heads, kv_heads, dim, norms is not None, ROPE_HEADS, **launch_options(4),
+        heads, kv_heads, dim, norms is not None, ROPE_HEADS, **launch_options(4, qkv.shape[0]),
     )  # fmt: skip
     return out
 
@@ -272,7 +272,7 @@ def attention(qkv, start, tokens, cos, sin, norms, eps, keys, values) -> Tensor:
     scale = dim**-0.5 * math.log2(math.e)  # exp2 is one instruction
     tensors = (qkv, start, cos, sin, q_norm, k_norm, keys, values, out)
     # One stage: a tile is loaded into registers ahead of its use, not through shared memory.
-    options = launch_options(warps) | {"num_stages": 1}
+    options = launch_options(warps, batch) | {"num_stages": 1}
     sizes = (dim, norms is not None, block)
     if group == 1:
         _decode_one[(programs,)](*tensors, eps, scale, length, kv_heads, *sizes, **options)

@@ -283,7 +283,7 @@ def test_programmatic_launch_is_refused_where_it_cannot_work(monkeypatch):
     monkeypatch.setattr(llm_kernels, "_pdl", "auto")
     monkeypatch.setattr(llm_kernels, "pdl_missing", lambda: "needs another GPU")
     assert llm_kernels.pdl_mode() == "off"
-    assert llm_kernels.launch_options(4) == {"pdl": 0, "num_warps": 4}
+    assert llm_kernels.launch_options(4, 1) == {"pdl": 0, "num_warps": 4}
     with pytest.raises(ValueError, match="pdl='early': needs another GPU"):
         llm_kernels.set_pdl("early")
     with pytest.raises(ValueError, match="pdl='on': one of off, late, early, auto"):
@@ -291,7 +291,7 @@ def test_programmatic_launch_is_refused_where_it_cannot_work(monkeypatch):
     monkeypatch.setattr(llm_kernels, "pdl_missing", lambda: None)
     assert llm_kernels.pdl_mode() == "early"
     llm_kernels.set_pdl("late")
-    assert llm_kernels.launch_options(4) == {"pdl": 1, "num_warps": 4, "launch_pdl": True}
+    assert llm_kernels.launch_options(4, 1) == {"pdl": 1, "num_warps": 4, "launch_pdl": True}
 
 
 def test_a_profile_splits_the_time_line_among_kinds():
