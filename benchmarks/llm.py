@@ -28,7 +28,7 @@ from rich.console import Console
 
 from benchmarks import llm_kernels
 from benchmarks.llm_model import Decoder, Model, Shard
-from benchmarks.llm_parallel import launch, make_reduce
+from benchmarks.llm_parallel import best_token, launch, make_reduce
 from benchmarks.llm_profile import profile
 from benchmarks.llm_tables import Cell, LlmReport, plot, print_tables
 from marlin_cutlass.bench import Budget, environment
@@ -239,7 +239,8 @@ def run(rank: int, world: int, options: dict[str, Any]) -> None:
         "pdl": llm_kernels.pdl_mode(),
         "prefill": "graph" if graph else "eager",
     }
-    budget, shard = Budget(options["budget"]), Shard(rank, world, reduce)
+    choose = best_token if world > 1 else None
+    budget, shard = Budget(options["budget"]), Shard(rank, world, reduce, choose)
     console = Console(width=None if sys.stdout.isatty() else 160, quiet=rank != 0)
 
     def done(report: LlmReport) -> None:

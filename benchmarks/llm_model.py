@@ -52,6 +52,8 @@ class Shard:
     rank: int = 0
     world: int = 1
     reduce: Reduce | None = None
+    # Logits [B, part of the vocabulary] of every rank, first token of this part -> tokens [B, 1].
+    choose: Callable[[Tensor, int], Tensor] | None = None
 
 
 def without_minus_eight(codes: Tensor) -> Tensor:
@@ -165,7 +167,8 @@ def rope_theta(config: Any) -> float:
 class Model(nn.Module):
     """A decoder with a static cache. config: LlamaConfig or Qwen3Config; kind: "fp16" or "int4".
 
-    Embedding, norms and output head are FP16 in both and on every rank.
+    Embedding, norms and output head are FP16 in both. Of the head each rank has the rows of its
+    part of the vocabulary.
     """
 
     def __init__(
@@ -181,7 +184,10 @@ class Model(nn.Module):
         own = torch.Generator(device).manual_seed(seed + 1 + self.shard.rank)
         shape = (config.hidden_size, config.vocab_size)
         self.register_buffer("embedding", random_dense(*shape, device, same) * 4)
-        self.register_buffer("head", random_dense(*shape, device, same))
+        part = ceil_div(config.vocab_size, self.shard.world)
+        self.first_token = self.shard.rank * part
+        head = random_dense(*shape, device, same)[self.first_token : self.first_token + part]
+        self.register_buffer("head", head.clone())
         self.register_buffer(
             "norm", torch.ones(config.hidden_size, dtype=torch.float16, device=device)
         )
@@ -216,8 +222,8 @@ class Model(nn.Module):
         self.start.zero_()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids int64 [B, T] at the current position (T > 1 only from 0) -> logits [B, vocab] of the
-        last token. The position advances by T, on the device."""
+        """ids int64 [B, T] at the current position (T > 1 only from 0) -> logits of the last token,
+        [B, this rank's part of the vocabulary]. The position advances by T, on the device."""
         logits = self.logits(ids)
         self.start += ids.shape[1]
         return logits
@@ -263,7 +269,13 @@ class Decoder:
 
     def _advance(self, ids: Tensor) -> None:
         """The token that follows `ids` [B, T] into self.ids, and the position T further."""
-        kernels.next_token(self.model.logits(ids), self.ids, self.model.start, ids.shape[1])
+        model, tokens = self.model, ids.shape[1]
+        logits = model.logits(ids)
+        if model.shard.choose is None:
+            kernels.next_token(logits, self.ids, model.start, tokens)
+        else:
+            self.ids.copy_(model.shard.choose(logits, model.first_token))
+            model.start += tokens
 
     def step(self) -> None:
         """Next token of every sequence into `ids`, in place."""

@@ -94,6 +94,21 @@ def _agrees(reduce: Symmetric, device: torch.device) -> bool:
     return float(wrong) <= 1e-2
 
 
+def best_token(logits: Tensor, first: int) -> Tensor:
+    """The token of the largest of all ranks' logits: int64 [B, 1], the same on every rank.
+
+    logits: [B, this rank's part of the vocabulary]; first: the token its first column stands for.
+    Of equal logits the first token counts.
+    """
+    value, at = logits.float().max(-1)
+    mine = torch.stack([value, (at + first).float()])  # float32 holds token numbers exactly
+    every = mine.new_empty(2 * dist.get_world_size(), logits.shape[0])
+    dist.all_gather_into_tensor(every, mine)
+    every = every.view(-1, *mine.shape)
+    owner = every[:, 0].argmax(0, keepdim=True)
+    return every[:, 1].gather(0, owner).long().t()
+
+
 def _process(rank: int, function: Callable, world: int, port: int, options: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     cuda = torch.cuda.is_available()

@@ -418,8 +418,7 @@ def _lockstep(parts, ids):
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     [t.start() for t in threads]
     [t.join(60) for t in threads]
-    assert torch.equal(out[0], out[1])
-    return out[0]
+    return torch.cat(out, 1)
 
 
 @pytest.fixture
@@ -475,6 +474,25 @@ def test_configurations_are_those_of_the_published_models():
     assert qwen.model_type == "qwen3" and head_dim(qwen) == 128 and rope_theta(qwen) == 1e6
     assert rope_theta(llm.configuration("llama3-8b", 2)) == 500000.0
     assert llm.configuration("llama3-8b", 2).num_hidden_layers == 2
+
+
+def test_ranks_choose_the_token_of_the_largest_logit(tmp_path):
+    script = tmp_path / "choose.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import torch\n"
+        "from benchmarks import llm_parallel\n"
+        "def run(rank, world, options):\n"
+        "    logits = torch.randn(5, 97, generator=torch.Generator().manual_seed(1)).half()\n"
+        "    logits[0, [3, 60]] = logits[1, 96] = 9\n"
+        "    part = logits[:, :49] if rank == 0 else logits[:, 49:]\n"
+        "    got = llm_parallel.best_token(part, 49 * rank)\n"
+        "    assert torch.equal(got, logits.argmax(-1, keepdim=True)), (rank, got)\n"
+        "    assert got[0] == 3 and got[1] == 96 and got.dtype == torch.int64\n"
+        "if __name__ == '__main__':\n"
+        "    llm_parallel.launch(run, 2, None)\n"
+    )
+    subprocess.run([sys.executable, script], check=True, timeout=120)
 
 
 @pytest.mark.slow
