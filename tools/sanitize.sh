@@ -3,17 +3,19 @@
 #   tools/sanitize.sh                          memcheck, racecheck, synccheck and initcheck
 #   tools/sanitize.sh -t memcheck -s 60        one tool, at most 60 s of cases
 #   tools/sanitize.sh -k '*_streamk_*'         kernels whose name matches
+#   tools/sanitize.sh -t racecheck -o logs     keeps what each tool wrote as logs/TOOL.log
 # -s is the time of the cases of each tool (default 60); starting up under a tool adds some 20 s.
 # Exit status: 0 clean, 1 a tool complains or a result is wrong, 2 the tool cannot run here.
 set -u
-tools="memcheck racecheck synccheck initcheck" seconds=60 pattern='*' python=${PYTHON:-python3}
-while getopts t:s:k:p: option; do
+tools="memcheck racecheck synccheck initcheck" seconds=60 pattern='*' python=${PYTHON:-python3} logs=
+while getopts t:s:k:p:o: option; do
   case $option in
     t) tools=$OPTARG ;;
     s) seconds=$OPTARG ;;
     k) pattern=$OPTARG ;;
     p) python=$OPTARG ;;
-    *) sed -n '2,7p' "$0"; exit 2 ;;
+    o) mkdir -p "$OPTARG" && logs=$(cd "$OPTARG" && pwd) || exit 2 ;;
+    *) sed -n '2,8p' "$0"; exit 2 ;;
   esac
 done
 cd "$(dirname "$0")/.." || exit 2
@@ -26,7 +28,8 @@ fi
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. MARLIN_CUTLASS_JIT=0
 status=0
 for tool in $tools; do
-  log=$(mktemp)
+  log=${logs:+$logs/$tool.log}
+  log=${log:-$(mktemp)}
   echo "== $tool"
   # shellcheck disable=SC2086
   timeout $((seconds + 180)) "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \
@@ -39,6 +42,6 @@ for tool in $tools; do
     tail -n 40 "$log"
     status=1
   fi
-  rm -f "$log"
+  [ -n "$logs" ] || rm -f "$log"
 done
 exit $status
