@@ -151,6 +151,17 @@ def test_triton_kernels_do_what_the_plain_ones_do(
         assert float((triton_logits - plain).abs().max()) < 1e-2 * float(plain.abs().max())
 
 
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_the_triton_norm_adds_two_parts_in_one_launch(interpreted, with_residual):
+    parts = tuple(torch.randn(3, 96).half() for _ in range(2))
+    residual, weight = torch.randn(3, 96).half() if with_residual else None, torch.rand(96).half()
+    exact = sum(x.float() for x in (*parts, residual) if x is not None)
+    norm, total = llm_kernels.add_norm(parts, residual, weight, 1e-5)
+    torch.testing.assert_close(total.float(), exact, rtol=2e-3, atol=2e-3)
+    wanted = llm_kernels.rms_norm(total, weight, 1e-5)
+    torch.testing.assert_close(norm, wanted, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("width", [97, 40000])
 def test_the_next_token_is_the_first_of_the_largest_logits(interpreted, width):
     logits = torch.randn(3, width).clamp_(max=2.0).half()
@@ -168,8 +179,9 @@ ATTENTION |= {"start": LONG, "cos": FLOAT, "sin": FLOAT}
 ATTENTION |= {"eps": "fp32", "scale": "fp32", "length": "i32"}
 KERNELS = {  # types, constants, may load before it waits
     "_add_norm": (
-        {"x": HALF, "residual": HALF, "weight": HALF, "out": HALF, "eps": "fp32", "width": "i32"},
-        {"has_residual": True, "block": 1024},
+        dict.fromkeys(("x", "other", "residual", "weight", "out"), HALF)
+        | {"eps": "fp32", "width": "i32"},
+        {"has_other": True, "has_residual": True, "block": 1024},
         True,
     ),
     "_silu_mul": ({"x": HALF, "out": HALF, "width": "i32"}, {"block": 512}, False),
@@ -209,6 +221,7 @@ def test_kernels_compiled_for_hopper_wait_before_they_store(name, mode):
         pytest.skip("TRITON_INTERPRET=1 compiles nothing")
     types, constants, early_loads = KERNELS[name]
     constants = {**constants, "pdl": llm_kernels.PDL_MODES.index(mode)}
+    assert set(kernel.arg_names) <= types.keys() | constants.keys()
     source = ASTSource(
         kernel,
         {argument: types.get(argument, "constexpr") for argument in kernel.arg_names},
@@ -290,8 +303,14 @@ def test_programmatic_launch_is_refused_where_it_cannot_work(monkeypatch):
         llm_kernels.set_pdl("on")
     monkeypatch.setattr(llm_kernels, "pdl_missing", lambda: None)
     assert llm_kernels.pdl_mode() == "early"
+    late, early = ({"pdl": level, "num_warps": 4, "launch_pdl": True} for level in (1, 2))
+    most = llm_kernels.EARLY_ROWS
+    assert llm_kernels.launch_options(4, most) == early
+    assert llm_kernels.launch_options(4, most + 1) == late
     llm_kernels.set_pdl("late")
-    assert llm_kernels.launch_options(4, 1) == {"pdl": 1, "num_warps": 4, "launch_pdl": True}
+    assert llm_kernels.launch_options(4, 1) == late
+    llm_kernels.set_pdl("early")
+    assert llm_kernels.launch_options(4, most + 1) == early
 
 
 def test_a_profile_splits_the_time_line_among_kinds():
