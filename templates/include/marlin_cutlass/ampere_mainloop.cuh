@@ -72,25 +72,53 @@ template <class C> class AmpereReader {
   int words_, entries_, activations_;
 };
 
-// The sums of one warp, [atom][row group][4], and the registers that feed them. Loads run one batch ahead of the products.
-template <class C> class AmpereMainloop {
+// What the main loops of a warp over dense and over 2:4-sparse weights share: the sums, [atom][row group][4], and the registers that feed them.
+template <class C, class Reader> class WarpMainloop {
  public:
   using Dequant = typename C::Dequant;
-  using Reader = AmpereReader<C>;
 
-  MC_DEVICE AmpereMainloop(int warp_n, int warp_k, int lane) : reader_(warp_n, warp_k, lane) {
+  MC_DEVICE WarpMainloop(int warp_n, int warp_k, int lane) : reader_(warp_n, warp_k, lane) {
     if constexpr (!Dequant::kHasEntries) {
 #pragma unroll
       for (int a = 0; a < C::kAtoms; ++a) scales_[a] = Dequant::prepare({0u, 0u});
     }
   }
 
-  // Clears the sums and loads the first batch of a tile.
-  MC_DEVICE void begin(smem_addr_t slot) {
+  float acc[C::kFragments][4];
+
+ protected:
+  MC_DEVICE void clear() {
 #pragma unroll
     for (int f = 0; f < C::kFragments; ++f)
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[f][i] = 0.f;
+  }
+  // The scales of k16 step `step` where it begins a group.
+  MC_DEVICE void prepare_scales(int step) {
+    if (!Reader::begins_group(step)) return;
+#pragma unroll
+    for (int a = 0; a < C::kAtoms; ++a) scales_[a] = Dequant::prepare(entries_[a]);
+  }
+  MC_DEVICE static uint32_t word(const U32x4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+  Reader reader_;
+  U32x4 words_[C::kAtoms];
+  typename Dequant::Entry entries_[C::kAtoms];
+  RowScales scales_[C::kAtoms];
+};
+
+// Loads run one batch ahead of the products.
+template <class C> class AmpereMainloop : public WarpMainloop<C, AmpereReader<C>> {
+ public:
+  using Reader = AmpereReader<C>;
+  using Base = WarpMainloop<C, Reader>;
+  using typename Base::Dequant;
+  using Base::acc;
+  using Base::Base;
+
+  // Clears the sums and loads the first batch of a tile.
+  MC_DEVICE void begin(smem_addr_t slot) {
+    Base::clear();
     load(slot, 0);
   }
 
@@ -111,10 +139,7 @@ template <class C> class AmpereMainloop {
     for (int s = 0; s < C::kBatchSteps; ++s)
 #pragma unroll
       for (int a = 0; a < C::kAtoms; ++a) codes.word[s][a] = word(words_[a], (step + s) % 4);
-    if (Reader::begins_group(step)) {
-#pragma unroll
-      for (int a = 0; a < C::kAtoms; ++a) scales_[a] = Dequant::prepare(entries_[a]);
-    }
+    Base::prepare_scales(step);
     return codes;
   }
 
@@ -131,15 +156,13 @@ template <class C> class AmpereMainloop {
       }
   }
 
-  float acc[C::kFragments][4];
-
  private:
-  MC_DEVICE static uint32_t word(const U32x4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+  using Base::entries_;
+  using Base::reader_;
+  using Base::scales_;
+  using Base::word;
+  using Base::words_;
 
-  Reader reader_;
-  U32x4 words_[C::kAtoms];
-  typename Dequant::Entry entries_[C::kAtoms];
-  RowScales scales_[C::kAtoms];
   uint32_t activations_[2][C::kBatchSteps][C::kRowGroups][2];
 };
 

@@ -13,7 +13,8 @@ template <class C> struct HopperMainloop {
   static constexpr int kQuadDepth = kBlockDepth / kHalves;
   static constexpr int kEntriesPerQuad = C::kGroupSize > 0 && C::kGroupSize < kQuadDepth ? 2 : 1;
   static constexpr int kSliceUnits = C::kMTile * 8;  // 16-byte units of a 64-deep slice of activations
-  static constexpr int kGroupQuads = C::kGroupSize == 128 ? 2 : 1;  // kScaleSums: quads, and so halves of a block, with the same scales
+  // kScaleSums: quads, and so halves of a block, with the same scales; groups of a stage.
+  static constexpr int kGroupQuads = C::kGroupSize == 128 ? 2 : 1, kGroups = kQuads / kGroupQuads;
 
   float acc[C::kRowBlocks][C::kMTile / 2];
 
@@ -36,29 +37,12 @@ template <class C> struct HopperMainloop {
   // instructions, fetched cold, while data waits.
   MC_DEVICE void run(int steps) {
     if (steps <= 0) return clear();
-    if constexpr (C::kScaleSums) {
-      clear();
-#pragma unroll
-      for (int i = 0; i < C::kMTile / 2; ++i) group_sums_[1][i] = 0.f;
-      factors_[1] = {};
-    } else {
-#pragma unroll
-      for (int r = 0; r < C::kRowBlocks; ++r)
-#pragma unroll
-        for (int i = 0; i < C::kMTile / 2; ++i) wgmma_undefined(acc[r][i]);
-    }
+    begin_sums();
     mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
     load_quad<0>(ring_.stage);
     for (int left = steps; left > 0; --left) stage(left > 1, C::kLookahead ? held_ >= 0 : left < steps);
     wgmma_wait<0>();
-    if constexpr (C::kScaleSums) {
-      add_group<kQuads / kGroupQuads - 1>();
-    } else {
-#pragma unroll
-      for (int r = 0; r < C::kRowBlocks; ++r)
-#pragma unroll
-        for (int i = 0; i < C::kMTile / 2; ++i) wgmma_pin(acc[r][i]);
-    }
+    end_sums();
     release_held();
   }
 
@@ -77,6 +61,31 @@ template <class C> struct HopperMainloop {
   }
 
  private:
+  // Scaled sums: a group with sums of zero is what the first group of the tile finds before it.
+  MC_DEVICE void begin_sums() {
+    if constexpr (C::kScaleSums) {
+      clear();
+#pragma unroll
+      for (int i = 0; i < C::kMTile / 2; ++i) group_sums_[1][i] = 0.f;
+      factors_[1] = {};
+    } else {
+#pragma unroll
+      for (int r = 0; r < C::kRowBlocks; ++r)
+#pragma unroll
+        for (int i = 0; i < C::kMTile / 2; ++i) wgmma_undefined(acc[r][i]);
+    }
+  }
+  MC_DEVICE void end_sums() {
+    if constexpr (C::kScaleSums) {
+      add_group<kGroups - 1>();
+    } else {
+#pragma unroll
+      for (int r = 0; r < C::kRowBlocks; ++r)
+#pragma unroll
+        for (int i = 0; i < C::kMTile / 2; ++i) wgmma_pin(acc[r][i]);
+    }
+  }
+
   MC_DEVICE void release(int stage) {
     if (lane_index() == 0) mbarrier_arrive(C::empty(base_, stage));
   }
@@ -155,7 +164,7 @@ template <class C> struct HopperMainloop {
       wgmma_wait<1>();
       if (kQuad == 0 && b == 0) release_held();  // every wgmma of the stage before has finished
       if constexpr (C::kScaleSums && kQuad % kGroupQuads == 0) {  // and of the group before
-        if (b == 0) add_group<(kQuad / kGroupQuads + kQuads / kGroupQuads - 1) % (kQuads / kGroupQuads)>();
+        if (b == 0) add_group<(kQuad / kGroupQuads + kGroups - 1) % kGroups>();
       }
     }
   }

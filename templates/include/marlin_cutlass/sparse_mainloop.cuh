@@ -1,7 +1,7 @@
 // Sparse family, shared memory to sums: fragments of a warp and their products. 2:4-sparse weights are the row operand of mma.sp.m16n8k32; all
 // else is the Ampere family's.
 #pragma once
-#include "marlin_cutlass/ampere_config.cuh"
+#include "marlin_cutlass/ampere_mainloop.cuh"
 #include "marlin_cutlass/prims_sparse.cuh"
 
 namespace marlin_cutlass {
@@ -55,26 +55,18 @@ template <class C> class SparseReader {
   int words_, metadata_, entries_, activations_;
 };
 
-// The sums of one warp, [atom][row group][4], and the registers that feed them. A batch is a part of the rows in one k step; its loads run one
-// batch ahead of the products.
-template <class C> class SparseMainloop {
+// A batch is a part of the rows in one k step; its loads run one batch ahead of the products.
+template <class C> class SparseMainloop : public WarpMainloop<C, SparseReader<C>> {
  public:
-  using Dequant = typename C::Dequant;
   using Reader = SparseReader<C>;
-
-  MC_DEVICE SparseMainloop(int warp_n, int warp_k, int lane) : reader_(warp_n, warp_k, lane) {
-    if constexpr (!Dequant::kHasEntries) {
-#pragma unroll
-      for (int a = 0; a < C::kAtoms; ++a) scales_[a] = Dequant::prepare({0u, 0u});
-    }
-  }
+  using Base = WarpMainloop<C, Reader>;
+  using typename Base::Dequant;
+  using Base::acc;
+  using Base::Base;
 
   // Clears the sums and loads the first batch of a tile.
   MC_DEVICE void begin(smem_addr_t slot) {
-#pragma unroll
-    for (int f = 0; f < C::kFragments; ++f)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[f][i] = 0.f;
+    Base::clear();
     load(slot, 0);
   }
 
@@ -96,10 +88,7 @@ template <class C> class SparseMainloop {
     for (int a = 0; a < C::kAtoms; ++a) codes.word[a] = word(words_[a], step % 4);
 #pragma unroll
     for (int i = 0; i < C::kAtoms / 2; ++i) codes.metadata[i] = word(metadata_[i], step % 4);
-    if (Reader::begins_group(step)) {
-#pragma unroll
-      for (int a = 0; a < C::kAtoms; ++a) scales_[a] = Dequant::prepare(entries_[a]);
-    }
+    Base::prepare_scales(step);
     return codes;
   }
 
@@ -121,15 +110,14 @@ template <class C> class SparseMainloop {
     }
   }
 
-  float acc[C::kFragments][4];
-
  private:
-  MC_DEVICE static uint32_t word(const U32x4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+  using Base::entries_;
+  using Base::reader_;
+  using Base::scales_;
+  using Base::word;
+  using Base::words_;
 
-  Reader reader_;
-  U32x4 words_[C::kAtoms], metadata_[C::kAtoms / 2];
-  typename Dequant::Entry entries_[C::kAtoms];
-  RowScales scales_[C::kAtoms];
+  U32x4 metadata_[C::kAtoms / 2];
   uint32_t weight_[C::kAtoms][4], places_[C::kAtoms / 2];  // of the step in use
   uint32_t activations_[2][C::kPartRowGroups][4];
 };
