@@ -35,7 +35,7 @@ MAX_ERROR = 5e-3
 
 
 def us_per_launch(launches: list[Callable[[], object]]) -> float:
-    """Median over replays of a graph of all launches."""
+    """Median over replays of a graph of all launches; the first replay warms up."""
     graph = record(lambda: [launch() for launch in launches], warm_up=1)
     times = []
     for _ in range(REPLAYS + 1):
@@ -76,7 +76,8 @@ class Attention:
         return llm_attention.attend(q, *cache, self.start, 1)
 
     def row(self, tile: tuple[int, int]) -> str:
-        """us per launch with a tile, or why there is none."""
+        """us per launch with a tile (keys, warps), or why there is none."""
+        chosen = llm_attention.TILES_ONE, llm_attention.TILES_GROUP
         llm_attention.TILES_ONE = llm_attention.TILES_GROUP = ((math.inf, tile),)
         try:
             error = float((self.launch(0) - self.expected()).abs().max())
@@ -84,7 +85,9 @@ class Attention:
                 return f"wrong: {error:.1e}"
             return f"{us_per_launch([lambda i=i: self.launch(i) for i in range(LAUNCHES)]):.2f}"
         except Exception as error:  # a tile that does not compile must not end the run
-            return f"{type(error).__name__}"
+            return type(error).__name__
+        finally:
+            llm_attention.TILES_ONE, llm_attention.TILES_GROUP = chosen
 
 
 def others(config, batch: int) -> dict[str, Callable[[], object]]:
@@ -118,7 +121,6 @@ def main(
     for name in ("kernel", *(f"batch {b}" for b in sizes)):
         table.add_column(name, justify="right")
     rows: dict[str, list[str]] = {}
-    chosen = llm_attention.TILES_ONE, llm_attention.TILES_GROUP
     for batch in sizes:
         for name, launch in others(config, batch).items():
             rows.setdefault(name, []).append(f"{us_per_launch([launch] * LAUNCHES):.2f}")
@@ -126,7 +128,6 @@ def main(
         for tile in TILES:
             name = f"attention, {tile[0]} keys, {tile[1]} warps"
             rows.setdefault(name, []).append(inputs.row(tile))
-        llm_attention.TILES_ONE, llm_attention.TILES_GROUP = chosen
         del inputs
     for name, cells in rows.items():
         table.add_row(name, *cells)
