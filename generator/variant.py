@@ -32,14 +32,36 @@ DECOMPOSITIONS = {
 HOPPER_ALIGNMENT = 128  # bytes: bulk copies and barriers start on their own line
 
 _NUMBER = r"[1-9]\d*"
-_NAME = re.compile(
-    r"w4a16_(?P<family>[a-z]+(?:_[a-z]+)?)_"
-    r"(?:(?P<dtype>bf16|f16)(?P<zeros>z?)_g(?P<group>col|[1-9]\d*)_)?"
-    rf"m(?P<m_tile>{_NUMBER})_n(?P<n_sm>{_NUMBER})k(?P<k_sm>{_NUMBER})_"
-    rf"w(?P<warps_n>{_NUMBER})x(?P<warps_k>{_NUMBER})_p(?P<stages>{_NUMBER})_"
-    rf"(?P<decomposition>dp|striped|streamk|hybrid|split(?P<split>{_NUMBER}))_"
-    rf"c(?P<ctas>{_NUMBER})(?:_mc(?P<multicast>[2-9]|[1-9]\d+))?"
+# What a name is made of, in order: what a part says, its pattern.
+_PARTS = (
+    ("w4a16_ and a family", r"w4a16_(?P<family>[a-z]+(?:_[a-z]+)?)_"),
+    (
+        "a format such as f16_g128",
+        r"(?:(?P<dtype>bf16|f16)(?P<zeros>z?)_g(?P<group>col|[1-9]\d*)_)?",
+    ),
+    ("a format such as f16_g128 or rows such as m16", rf"m(?P<m_tile>{_NUMBER})_"),
+    ("columns and depth such as n128k128", rf"n(?P<n_sm>{_NUMBER})k(?P<k_sm>{_NUMBER})_"),
+    ("warps such as w2x2", rf"w(?P<warps_n>{_NUMBER})x(?P<warps_k>{_NUMBER})_"),
+    ("stages such as p4", rf"p(?P<stages>{_NUMBER})_"),
+    (
+        "dp, striped, streamk, hybrid or split and a number",
+        rf"(?P<decomposition>dp|striped|streamk|hybrid|split(?P<split>{_NUMBER}))_",
+    ),
+    ("CTAs per SM such as c1", rf"c(?P<ctas>{_NUMBER})"),
+    ("nothing more, or _mc and a number", r"(?:_mc(?P<multicast>[2-9]|[1-9]\d+))?$"),
 )
+_NAME = re.compile("".join(pattern for _, pattern in _PARTS))
+
+
+def _unread(name: str) -> str:
+    """Where a name stops being one."""
+    at = 0
+    for what, pattern in _PARTS:
+        match = re.compile(pattern).match(name, at)
+        if match is None:
+            return f"at {name[at:]!r} it should go on with {what}"
+        at = match.end()
+    return "it ends in a line break"  # which $ lets pass and fullmatch does not
 
 
 def _geometry_suffix(g: Geometry | Variant) -> str:
@@ -53,13 +75,15 @@ def _geometry_suffix(g: Geometry | Variant) -> str:
 
 def _parse(name: str, want_format: bool, what: str) -> re.Match:
     match = _NAME.fullmatch(name)
-    if (
-        match is None
-        or (match["dtype"] is not None) != want_format
-        or match["family"] not in FAMILIES
-    ):
-        raise ValueError(f"{what} name={name!r} is malformed; an example is {_EXAMPLE[what]}")
-    return match
+    if match is None:
+        why = _unread(name)
+    elif match["family"] not in FAMILIES:
+        why = f"family {match['family']} is not one of {', '.join(FAMILIES)}"
+    elif (match["dtype"] is not None) != want_format:
+        why = "it has a format" if match["dtype"] else "it has no format such as f16_g128"
+    else:
+        return match
+    raise ValueError(f"{what} name={name!r} is malformed: {why}; an example is {_EXAMPLE[what]}")
 
 
 def _geometry_fields(match: re.Match) -> dict:

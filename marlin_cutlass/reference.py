@@ -2,7 +2,8 @@
 
 The arithmetic is the kernels': a weight is rounded once to the activation dtype with its normalised
 scale, products are summed in fp32, and the column factor and the bias are applied in fp32 before
-the only rounding of the result.
+the only rounding of the result. Some Hopper kernels with zero points do without the first rounding
+(docs/layout.md) and are that much closer to the exact product.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def test_several_architectures(cli):
     "arguments, message",
     [
         (["--arch", "sm_75"], "arch='sm_75' is not one of sm_80"),
-        (["--arch", "sm_86", "--only", "marlin"], "'marlin' is malformed; an example is w4a16_"),
+        (["--arch", "sm_86", "--only", "marlin"], "'marlin' is malformed: at 'marlin' it should"),
         (["--arch", "sm_86", "--only", ONE.replace("_p4_", "_p9_")], "illegal on sm_86"),
         (["--arch", "sm_86", "--filter", "nothing*"], "'nothing*' matches no variant of sm_86"),
         (["--arch", "sm_86", "--family", "volta"], "'volta' is not one of ampere"),

@@ -84,6 +84,26 @@ def test_malformed_names_are_refused(name):
         Variant.parse(name)
 
 
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (("striped", "stripped"), "at 'stripped_c1' it should go on with dp, striped, "),
+        (("ampere", "amper"), "family amper is not one of ampere, hopper"),
+        (("f16_g128_", ""), "it has no format such as f16_g128"),
+        (("f16", "f17"), "at 'f17_g128_m64_.* it should go on with a format such as f16_g128 or"),
+        (("_c1", "_c1_mc"), "at '_mc' it should go on with nothing more, or _mc and a number"),
+        (("_c1", "_c1\n"), "it ends in a line break"),
+    ],
+)
+def test_the_refusal_of_a_name_says_where_it_goes_wrong(change, text):
+    name = "w4a16_ampere_f16_g128_m64_n256k128_w4x2_p4_striped_c1".replace(*change)
+    with pytest.raises(ValueError, match=text):
+        Variant.parse(name)
+    with pytest.raises(ValueError, match="it has a format"):
+        Geometry.parse("w4a16_ampere_f16_g128_m64_n256k128_w4x2_p4_striped_c1")
+
+
+
 def test_a_variant_name_is_no_geometry():
     with pytest.raises(ValueError, match="geometry name"):
         Geometry.parse(next(iter(EXAMPLES)))
