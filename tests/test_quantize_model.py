@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from marlin_cutlass.nn import QuantLinear
 from marlin_cutlass.quantize import calibration as cal
 from marlin_cutlass.quantize import quantize_model
+from marlin_cutlass.quantize.worker import LayerWorker
 from marlin_cutlass.sparse import check_2_4
 
 
@@ -180,31 +182,41 @@ def test_padding_does_not_count():
     assert torch.equal(a.layers[0].q_proj.packed, b.layers[0].q_proj.packed)
 
 
-def test_resume_continues_and_refuses_other_settings(tmp_path, monkeypatch):
-    from marlin_cutlass.quantize.worker import LayerWorker
-
-    original, data = model(), samples()
-    straight, _ = quantised(original, data)
+@contextmanager
+def interrupted_after(layers: int):
+    """The run within is stopped, as by Ctrl-C, when so many layers are quantised."""
     run, count = LayerWorker.run, [0]
 
-    def stop_after_five(self, *args):
+    def stop(self, *args):
         count[0] += 1
-        if count[0] > 5:
+        if count[0] > layers:
             raise KeyboardInterrupt
         return run(self, *args)
 
-    monkeypatch.setattr(LayerWorker, "run", stop_after_five)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LayerWorker, "run", stop)
+        yield
+
+
+def assert_same_layers(one: nn.Module, other: nn.Module) -> None:
+    layers = {n: m for n, m in one.named_modules() if isinstance(m, QuantLinear)}
+    assert layers
+    for name, layer in layers.items():
+        twin = other.get_submodule(name)
+        assert torch.equal(layer.packed, twin.packed) and torch.equal(layer.bias, twin.bias)
+
+
+def test_resume_continues_and_refuses_other_settings(tmp_path, monkeypatch):
+    original, data = model(), samples()
+    straight, _ = quantised(original, data)
+    with interrupted_after(5):
         quantised(original, data, resume=tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 5
-    done = []
+    run, done = LayerWorker.run, []
     monkeypatch.setattr(LayerWorker, "run", lambda s, n, *a: done.append(n) or run(s, n, *a))
     resumed, report = quantised(original, data, resume=tmp_path)
     assert len(done) == 7 and len(report.layers) == 12
-    for name, module in straight.named_modules():
-        if isinstance(module, QuantLinear):
-            other = resumed.get_submodule(name)
-            assert torch.equal(module.packed, other.packed) and torch.equal(module.bias, other.bias)
+    assert_same_layers(straight, resumed)
     with pytest.raises(ValueError, match=r"other settings \(group_size\)"):
         quantised(original, data, resume=tmp_path, group_size=64)
 

@@ -6,7 +6,14 @@ import copy
 
 import pytest
 import torch
-from test_quantize_model import error, model, quantised, samples
+from test_quantize_model import (
+    assert_same_layers,
+    error,
+    interrupted_after,
+    model,
+    quantised,
+    samples,
+)
 from torch import nn
 from typer.testing import CliRunner
 
@@ -16,7 +23,6 @@ from marlin_cutlass.quantize import GptqOptions, Moments, quantize_gptq
 from marlin_cutlass.quantize.calibration import Calls
 from marlin_cutlass.quantize.grid import round_mantissa
 from marlin_cutlass.quantize.reconstruct import LearntLayer, _Rounded, reconstruct_block
-from marlin_cutlass.quantize.worker import LayerWorker
 from marlin_cutlass.sparse import check_2_4
 
 K, N = 128, 64
@@ -161,30 +167,17 @@ def test_worse_results_are_not_kept(monkeypatch):
     )
 
 
-def test_resume_finishes_block_by_block(tmp_path, monkeypatch):
+def test_resume_finishes_block_by_block(tmp_path):
     original, data = model(), samples()
     straight, _ = quantised(original, data, reconstruct=5)
-    run, count = LayerWorker.run, [0]
-
-    def stop_inside_the_second_block(self, *args):
-        count[0] += 1
-        if count[0] > 6:
-            raise KeyboardInterrupt
-        return run(self, *args)
-
-    monkeypatch.setattr(LayerWorker, "run", stop_inside_the_second_block)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_after(6):  # inside the second block
         quantised(original, data, reconstruct=5, resume=tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 4  # of the block that was finished
-    monkeypatch.setattr(LayerWorker, "run", run)
     resumed, report = quantised(original, data, reconstruct=5, resume=tmp_path)
     assert len(report.layers) == 12 and all("reconstructed" in x.note for x in report.layers)
-    for name, module in straight.named_modules():
-        if isinstance(module, QuantLinear):
-            other = resumed.get_submodule(name)
-            assert torch.equal(module.packed, other.packed) and torch.equal(module.bias, other.bias)
+    assert_same_layers(straight, resumed)
     complete, _ = quantised(original, data, reconstruct=5, resume=tmp_path)
-    assert torch.equal(complete.layers[2].down.packed, straight.layers[2].down.packed)
+    assert_same_layers(straight, complete)
     with pytest.raises(ValueError, match=r"other settings \(reconstruct\)"):
         quantised(original, data, resume=tmp_path)
 

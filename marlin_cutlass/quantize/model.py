@@ -82,7 +82,26 @@ def check_layers(
     return {name: layer for name, layer in layers.items() if name not in bad}
 
 
+def _samples(method: str, calibration: Iterable | None) -> list | None:
+    """The calibration samples; None where the method needs none."""
+    if method != "gptq":
+        return None
+    if calibration is None:
+        raise ValueError("method='gptq' needs calibration samples")
+    samples = list(calibration)
+    if not samples:
+        raise ValueError("calibration holds no samples")
+    return samples
+
+
+def _common_dtype(layers: dict[str, nn.Linear]) -> torch.dtype:
+    """Of the scales: bfloat16 where all weights are, else float16."""
+    bf16 = all(layer.weight.dtype == torch.bfloat16 for layer in layers.values())
+    return torch.bfloat16 if bf16 else torch.float16
+
+
 def _settings(method, options: GptqOptions, clip, compensate, layers, samples: int) -> dict:
+    """What a resume folder must agree with."""
     names = hashlib.sha256("\n".join(sorted(layers)).encode()).hexdigest()[:16]
     plain = {k: str(v) for k, v in vars(options).items()}
     return {
@@ -152,6 +171,8 @@ def quantize_model(
 
     Repeated blocks that feed each other are run one at a time on cached hidden states (kept on the
     CPU); other models are run whole, up to 2 GiB of second moments at a time. Returns the report.
+    Raises TypeError or ValueError for wrong arguments before any layer is changed; ValueError for
+    NaN or infinity when it meets them: layers before that have been rounded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -163,14 +184,8 @@ def quantize_model(
     layers = check_layers(layers, group_size, on_illegal, report, sparsity)
     if not layers:
         raise ValueError("the model has no nn.Linear layer to quantise")
-    if method == "gptq" and calibration is None:
-        raise ValueError("method='gptq' needs calibration samples")
-    samples = list(calibration) if calibration is not None else []
-    if method == "gptq" and not samples:
-        raise ValueError("calibration holds no samples")
-    if scale_dtype is None:
-        bf16 = all(m.weight.dtype == torch.bfloat16 for m in layers.values())
-        scale_dtype = torch.bfloat16 if bf16 else torch.float16
+    samples = _samples(method, calibration)
+    scale_dtype = scale_dtype or _common_dtype(layers)
     search = clip in ("auto", True)
     form = (group_size, symmetric, search, percdamp, act_order, scale_dtype, sparsity)
     options = GptqOptions(*form, refine, signed_scales)
@@ -179,13 +194,13 @@ def quantize_model(
     rtn_clip = "mse" if clip in ("mse", True) else None
     folder = ResumeFolder(
         resume,
-        _settings(method, options, rtn_clip, compensate, layers, len(samples))
+        _settings(method, options, rtn_clip, compensate, layers, len(samples or ()))
         | {"sensitivity": sensitivity, "reconstruct": reconstruct},
     )
     worker = LayerWorker(method, options, rtn_clip, compensate, folder)
     with cal.evaluation_mode(model), progress_bar(progress, len(layers), "quantise") as tick:
         work = ModelPass(worker, report, tick, reconstruct)
-        _run(model, samples if method == "gptq" else None, layers, work, sensitivity)
+        _run(model, samples, layers, work, sensitivity)
     _replace(model, worker.packed)
     return report
 

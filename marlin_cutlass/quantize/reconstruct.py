@@ -41,7 +41,7 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, v, scale, low, high, dtype):
-        steps = torch.minimum(torch.maximum(v.round(), low), high)
+        steps = v.round().clamp(low, high)
         scale = round_mantissa(scale, dtype)
         ctx.save_for_backward(steps, scale)
         return steps * scale
@@ -91,7 +91,7 @@ class LearntLayer:
         return torch.where(free, -self.zeros, 0.0), torch.where(free, MAX_CODE - self.zeros, 0.0)
 
     def parameters(self) -> list[dict]:
-        """Adam's parameter groups, each with its rate."""
+        """Adam's parameter groups, each with its rate; from now on they want gradients."""
         size = float(self.scale.abs().mean())
         groups = [
             {"params": [self.v], "lr": CODE_RATE},
@@ -114,7 +114,7 @@ class LearntLayer:
     @torch.no_grad()
     def result(self) -> tuple[QuantizedWeight, torch.Tensor | None]:
         """What was learnt: codes and scales, and the bias."""
-        steps = torch.minimum(torch.maximum(self.v.round(), self.low), self.high)
+        steps = self.v.round().clamp(self.low, self.high)
         q = self._natural(steps + self.zeros).to(torch.uint8)
         scales = round_mantissa(self.scale.detach(), self.dtype).squeeze(1)
         bias = None if self.bias is None else self.bias.detach().to(self.layer.bias.dtype)
@@ -147,22 +147,23 @@ def reconstruct_block(
     rates = [group["lr"] for group in groups]
     optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
     samples = list(zip(calls.samples, targets.samples, strict=True))
-    before = _error(block, calls, samples, None)
+    with torch.no_grad():
+        before = float(_error(block, calls.device, samples, {}))
     batches = _batches(samples, random.Random(seed))
     for step in range(steps):
-        share = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
-            group["lr"] = rate * share
+            group["lr"] = rate * _share(step, steps)
         optimiser.zero_grad()
         with torch.enable_grad(), without_parameters(block):
-            replaced = _replaced(learnt)
-            batch = next(batches)
-            energy = sum(float(_kept(t[0][0], c[2]).square().sum()) for c, t in batch)
-            parts = [_squared(block, calls.device, *pair, replaced)[0] for pair in batch]
-            (sum(parts) / max(energy, 1e-30)).backward()
+            _error(block, calls.device, next(batches), _replaced(learnt)).backward()
         optimiser.step()
     with torch.no_grad():
-        return Errors(before, _error(block, calls, samples, _replaced(learnt)))
+        return Errors(before, float(_error(block, calls.device, samples, _replaced(learnt))))
+
+
+def _share(step: int, steps: int) -> float:
+    """Of the rates, at a step: WARM_UP steps up, and half a cosine down to 0."""
+    return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def _replaced(learnt: dict[str, LearntLayer]) -> dict[str, torch.Tensor]:
@@ -201,12 +202,12 @@ def _squared(block, device, call, target, replaced) -> tuple[torch.Tensor, float
     """Squared error of one sample, and the energy of its target."""
     (args, kwargs, mask), wanted = call, target[0][0]
     args, kwargs = to_device(args, device), to_device(kwargs, device)
-    found = first_output(functional_call(block, replaced or {}, args, kwargs))
+    found = first_output(functional_call(block, replaced, args, kwargs))
     wanted = _kept(wanted.to(device), mask)
     return (_kept(found, mask) - wanted).square().sum(), float(wanted.square().sum())
 
 
-@torch.no_grad()
-def _error(block, calls: Calls, samples: list, replaced) -> float:
-    parts = [_squared(block, calls.device, *pair, replaced) for pair in samples]
-    return float(sum(error for error, _ in parts)) / max(sum(e for _, e in parts), 1e-30)
+def _error(block, device, samples: list, replaced: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Squared error of the block over `samples` as a share of their targets' energy."""
+    parts = [_squared(block, device, *pair, replaced) for pair in samples]
+    return sum(error for error, _ in parts) / max(sum(energy for _, energy in parts), 1e-30)
