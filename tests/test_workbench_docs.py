@@ -79,8 +79,8 @@ def test_a_family_is_added_as_the_page_says(checkout):
     assert "demo_m16_n128k128_w2x2_p4_striped_c1" in outputs[-1]
     schedule = (checkout / "marlin_cutlass" / "csrc" / "schedule.h").read_text()
     (enum,) = re.findall(r"enum class Family \{ (.*?) \}", schedule)
-    dispatch = (checkout / "marlin_cutlass" / "dispatch.py").read_text()
-    (families,) = re.findall(r"^FAMILIES = \((.*?)\)", dispatch, flags=re.M)
+    kernel = (checkout / "marlin_cutlass" / "kernel.py").read_text()
+    (families,) = re.findall(r"^FAMILIES = \((.*?)\)", kernel, flags=re.M)
     names = [family.strip(' "') for family in families.split(",")]
     named = ["k" + name.replace("_", " ").title().replace(" ", "") for name in names]
     assert enum.split(", ") == named and named[-1] == "kDemo"
