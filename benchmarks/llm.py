@@ -236,7 +236,7 @@ def run(rank: int, world: int, options: dict[str, Any]) -> None:
     graph = bool(options.get("prefill_graph")) and device.type == "cuda"
     report.environment |= {
         "all_reduce": how,
-        "pdl": llm_kernels.pdl_mode(),
+        "pdl": llm_kernels.pdl_text(),
         "prefill": "graph" if graph else "eager",
     }
     choose = best_token if world > 1 else None

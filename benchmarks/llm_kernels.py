@@ -33,8 +33,8 @@ FORCE_TRITON = False  # also for CPU tensors: Triton's interpreter
 PDL_MODES = ("off", "late", "early")
 _pdl = "auto"
 # Beyond so many rows small kernels that start early hold SMs which the product before still wants:
-# Llama-2-7B, INT4, ms a token, early / late (H200, 2026-11-30): batch 1 1.48 / 1.53,
-# 16 2.07 / 2.13, 64 3.36 / 3.29.
+# Llama-2-7B, INT4, ms a token, early / late in one run (H200, 2026-11-30, before attention's tiles
+# were chosen): batch 1 1.48 / 1.53, 16 2.07 / 2.13, 64 3.36 / 3.29.
 EARLY_ROWS = 32
 
 # A product leaves 4096 registers of an SM free: two warps of up to 64 registers a thread can wait
@@ -78,19 +78,22 @@ def set_pdl(mode: str) -> None:
     _pdl = mode
 
 
-def pdl_mode() -> str:
-    """The mode in force."""
+def pdl_mode(rows: int = 1) -> str:
+    """The mode in force for kernels of so many rows."""
     if _pdl != "auto":
         return _pdl
-    return "off" if pdl_missing() else "early"
+    return "off" if pdl_missing() else "early" if rows <= EARLY_ROWS else "late"
+
+
+def pdl_text() -> str:
+    """The modes in force, for a report."""
+    few, many = pdl_mode(), pdl_mode(EARLY_ROWS + 1)
+    return few if few == many else f"{few}, {many} beyond {EARLY_ROWS} rows"
 
 
 def launch_options(num_warps: int, rows: int) -> dict:
     """Keywords of a launch, for `rows` rows, of a kernel that has a parameter `pdl`."""
-    mode = pdl_mode()
-    if _pdl == "auto" and mode == "early" and rows > EARLY_ROWS:
-        mode = "late"
-    level = PDL_MODES.index(mode)
+    level = PDL_MODES.index(pdl_mode(rows))
     # Older versions of Triton know no launch_pdl.
     return {"pdl": level, "num_warps": num_warps} | ({"launch_pdl": True} if level else {})
 

@@ -117,7 +117,7 @@ def main(
         raise typer.BadParameter("no GPU here")
     llm_kernels.set_pdl(pdl)
     sizes, config = [int(b) for b in batches.split(",")], configuration(model)
-    table = Table(title=f"{model}, us per launch, PDL {llm_kernels.pdl_mode()}")
+    table = Table(title=f"{model}, us per launch, PDL {llm_kernels.pdl_text()}")
     for name in ("kernel", *(f"batch {b}" for b in sizes)):
         table.add_column(name, justify="right")
     rows: dict[str, list[str]] = {}

@@ -303,6 +303,7 @@ def test_programmatic_launch_is_refused_where_it_cannot_work(monkeypatch):
         llm_kernels.set_pdl("on")
     monkeypatch.setattr(llm_kernels, "pdl_missing", lambda: None)
     assert llm_kernels.pdl_mode() == "early"
+    assert llm_kernels.pdl_text() == "early, late beyond 32 rows"
     late, early = ({"pdl": level, "num_warps": 4, "launch_pdl": True} for level in (1, 2))
     most = llm_kernels.EARLY_ROWS
     assert llm_kernels.launch_options(4, most) == early

@@ -103,7 +103,6 @@ def test_the_refusal_of_a_name_says_where_it_goes_wrong(change, text):
         Geometry.parse("w4a16_ampere_f16_g128_m64_n256k128_w4x2_p4_striped_c1")
 
 
-
 def test_a_variant_name_is_no_geometry():
     with pytest.raises(ValueError, match="geometry name"):
         Geometry.parse(next(iter(EXAMPLES)))
