@@ -105,9 +105,7 @@ def _weight(packed: Tensor, col_scale: Tensor, perm: Tensor | None, *form: int) 
     n, k, group_size, has_zeros = form
     check_sizes(k, n, group_size)
     sparse = is_sparse(packed.numel(), n, k, group_size, bool(has_zeros))
-    weight = PackedWeight(
-        packed, col_scale, perm, n, k, group_size, bool(has_zeros), sparse=sparse
-    )
+    weight = PackedWeight(packed, col_scale, perm, n, k, group_size, bool(has_zeros), sparse=sparse)
     weight.check_shapes()
     return weight
 

@@ -45,9 +45,7 @@ def shard_range(total: int, rank: int, world: int, what: str) -> tuple[int, int]
 def _blocks(w: PackedWeight) -> Tensor:
     """Blocks [n_blocks, k_blocks, block_bytes] without the slack."""
     n_blocks, k_blocks = ceil_div(w.n, BLOCK_COLUMNS), ceil_div(w.k, BLOCK_DEPTH)
-    width = (
-        sparse_block_bytes(w.group_size) if w.sparse else block_bytes(w.group_size, w.has_zeros)
-    )
+    width = sparse_block_bytes(w.group_size) if w.sparse else block_bytes(w.group_size, w.has_zeros)
     return w.packed.view(-1, width)[: n_blocks * k_blocks].view(n_blocks, k_blocks, width)
 
 

@@ -144,9 +144,7 @@ def _code_bytes(kept: Tensor, n_blocks: int, k_blocks: int) -> Tensor:
     """Bytes [n_block, k_block, 2048] of kept codes: a dense weight of half the depth, whose half
     blocks are the sparse blocks."""
     pairs = ceil_div(k_blocks, 2)
-    words = _code_words(
-        _padded(kept, pairs * BLOCK_DEPTH, n_blocks * BLOCK_COLUMNS, ZERO_CODE)
-    )
+    words = _code_words(_padded(kept, pairs * BLOCK_DEPTH, n_blocks * BLOCK_COLUMNS, ZERO_CODE))
     words = words.view(n_blocks, 2 * pairs, SPARSE_CODE_BYTES // 4)[:, :k_blocks]
     return words.contiguous().view(torch.uint8)
 
@@ -204,4 +202,3 @@ def _unpack_meta(meta_bytes: Tensor, n_blocks: int, k_blocks: int) -> Tensor:
             nibble = words.bitwise_right_shift(16 * v + 4 * position).bitwise_and(15)
             grid[:, :, :, position, :, :, :, :, v, :] = nibble.to(torch.uint8)
     return grid.view(k_blocks * BLOCK_DEPTH // CHUNK, n_blocks * BLOCK_COLUMNS)
-
