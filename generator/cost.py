@@ -110,7 +110,8 @@ def _hopper_model(variant: Variant, gpu: Gpu) -> hopper_cost.HopperModel:
 
 def _hopper_memory_us(problem: ProblemShape, gpu: Gpu) -> float:
     traffic = problem.weight_bytes + 2 * problem.m * (problem.k + problem.n)
-    return traffic / (gpu.bandwidth * hopper_cost.STREAM_EFFICIENCY) * 1e6
+    rate = gpu.bandwidth * hopper_cost.STREAM_EFFICIENCY
+    return traffic / (rate * (hopper_cost.SPARSE_STREAM if problem.sparse else 1.0)) * 1e6
 
 
 def _estimate_hopper(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
