@@ -44,3 +44,22 @@ def fake(fake_driver):
     fake_driver.launcher.set_option("pdl", True)
     fake_driver.launcher.set_option("debug", False)
     return fake_driver
+
+
+@pytest.fixture
+def kernels(fake, tmp_path):
+    """A function that registers a table in which one geometry serves everything."""
+    import fake_cuda
+    from runtime_cases import SHAPES
+
+    from marlin_cutlass import dispatch
+
+    def register(shape: str, **fields):
+        shared = {**SHAPES[shape], **fields}
+        entries = [fake_cuda.kernel(**shared, **form) for form in fake_cuda.formats()]
+        folder = fake_cuda.write_table(tmp_path, entries, [fake_cuda.row(entries[0])])
+        table = dispatch.load_table(folder)
+        fake.launcher.add_table(table, 9, 0)
+        return table
+
+    return register
