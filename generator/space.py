@@ -88,7 +88,7 @@ HOPPER = (
         "17-32, medium N: a cluster splits K",
         TILE_LOOP_SPILL,
     ),
-    Row("m32_n64k256_w1x4_p8_split2_c1", COMMON, "few columns", TILE_LOOP_SPILL),
+    Row("m32_n64k256_w1x4_p8_split2_c1", COMMON, "17-32, few columns", TILE_LOOP_SPILL),
     Row("m32_n64k256_w1x4_p8_dp_c1", COMMON, "17-32, one 64-wide tile a SM"),
     Row("m32_n64k256_w1x4_p8_streamk_c1", COMMON, "medium N, deep K", TILE_LOOP_SPILL),
     # batch 33..64
