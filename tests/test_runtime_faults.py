@@ -14,19 +14,19 @@ from marlin_cutlass import library
 
 
 @pytest.mark.parametrize(
-    ("symbol", "text"),
+    ("m", "symbol", "text"),
+    # Numbers of rows as nowhere else: a descriptor of an earlier test at the same address would be
+    # reused, not encoded.
     [
-        ("cuLaunchKernelEx", "cuLaunchKernelEx failed.*kernel w4a16_hopper.*M=13, N=96, K=256"),
-        ("cuModuleLoadData", "cuModuleLoadData failed.*kernel w4a16_hopper.*cubin"),
-        ("cuFuncSetAttribute", "asks for 65536 bytes of shared memory"),
-        ("cuTensorMapEncodeTiled", "cuTensorMapEncodeTiled failed.*row stride 256"),
+        (13, "cuLaunchKernelEx", "cuLaunchKernelEx failed.*kernel w4a16_hopper.*M=13, N=96, K=256"),
+        (17, "cuModuleLoadData", "cuModuleLoadData failed.*kernel w4a16_hopper.*cubin"),
+        (19, "cuFuncSetAttribute", "asks for 65536 bytes of shared memory"),
+        (23, "cuTensorMapEncodeTiled", "cuTensorMapEncodeTiled failed.*row stride 256"),
     ],
 )
-def test_driver_errors_name_the_kernel_and_pass(fake, kernels, symbol, text):
+def test_driver_errors_name_the_kernel_and_pass(fake, kernels, m, symbol, text):
     kernels("hopper")
-    # Thirteen rows as nowhere else: a descriptor of an earlier test at the same address would be
-    # reused, not encoded.
-    w, a = weight(), torch.randn(13, 256).half()
+    w, a = weight(), torch.randn(m, 256).half()
     fake.fail(symbol)
     with pytest.raises(RuntimeError, match=text):
         gemm(a, w)
