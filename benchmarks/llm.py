@@ -137,12 +137,11 @@ def check(model: Model) -> float:
 
 
 @torch.no_grad()
-def measure(
-    model: Model, batch: int, tokens_in: int, tokens_out: int, repeats: int, options: dict[str, Any]
-):
-    """(prefill ms, ms of the other tokens_out - 1 tokens), medians over `repeats` generations, and
-    the profile of a step half-way if options["profile"]."""
+def measure(model: Model, batch: int, options: dict[str, Any]):
+    """(prefill ms, ms of the tokens behind the first), medians over options["repeats"] generations
+    of options["tokens"] (in, out), and the profile of a step half-way if options["profile"]."""
     device = model.start.device
+    (tokens_in, tokens_out), repeats = options["tokens"], options["repeats"]
     decoder = Decoder(model, batch, tokens_in + tokens_out + 8)
     prompt = torch.randint(0, model.config.vocab_size, (batch, tokens_in), device=device)
     decoder.prefill(prompt)
@@ -179,15 +178,12 @@ def run_model(
     name: str,
     config: Any,
     kind: str,
-    batches: Sequence[int],
+    options: dict[str, Any],
     report: LlmReport,
     budget: Budget,
     shard: Shard,
     device: torch.device,
     done: Callable[[LlmReport], None],
-    tokens: tuple[int, int] = (TOKENS_IN, TOKENS_OUT),
-    repeats: int = REPEATS,
-    options: dict[str, Any] | None = None,
 ) -> None:
     """Every batch size of one model in one precision; errors become the status of a cell."""
     free()
@@ -197,16 +193,15 @@ def run_model(
     except Exception as error:  # a model that fails must not end the run
         report.skipped[f"{name} {kind}"] = f"{type(error).__name__}: {str(error)[:300]}"
         return
-    for batch in batches:
+    for batch in options["batches"]:
         if spent(budget, shard):
             report.finished = False
             break
-        cell = Cell(name, kind, batch, shard.world, *tokens, cosine=cosine)
+        cell = Cell(name, kind, batch, shard.world, *options["tokens"], cosine=cosine)
         cell.linear_bytes, cell.weight_bytes = model.linear_bytes(), model.weight_bytes()
         cell.read_bytes = cell.linear_bytes + model.head.nbytes
         try:
-            result = measure(model, batch, *tokens, repeats, options or {})
-            cell.prefill_ms, cell.decode_ms, cell.profile = result
+            cell.prefill_ms, cell.decode_ms, cell.profile = measure(model, batch, options)
         except Exception as error:
             cell.status = f"{type(error).__name__}: {str(error)[:300]}"
         if device.type == "cuda":
@@ -254,10 +249,7 @@ def run(rank: int, world: int, options: dict[str, Any]) -> None:
             if spent(budget, shard):
                 report.finished = False
                 break
-            run_model(
-                name, config, kind, options["batches"], report, budget, shard, device, done,
-                options["tokens"], options["repeats"], options,
-            )  # fmt: skip
+            run_model(name, config, kind, options, report, budget, shard, device, done)
     if rank == 0:
         report.save(options["json"])
         print_tables(report, console)
@@ -310,8 +302,10 @@ def main(
         raise typer.BadParameter(
             "no GPU here; use --replot with a recorded JSON, or --layers 1 to try it out on the CPU"
         )
-    if pdl not in ("auto", *llm_kernels.PDL_MODES):
-        raise typer.BadParameter(f"pdl={pdl!r}: one of {', '.join(llm_kernels.PDL_MODES)}, auto")
+    try:
+        llm_kernels.set_pdl(pdl)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     options = {
         "models": chosen(models, list(MODELS), "models"),
         "kinds": chosen(kinds, KINDS, "kinds"),
