@@ -63,8 +63,9 @@ class LearntLayer:
         scale_dtype: torch.dtype,
     ) -> None:
         self.layer, self.weight, self.dtype = layer, weight, scale_dtype
-        # Rows of a group side by side; None where they are already.
+        # Rows of a group side by side, and the way back; None where they are already.
         self.order = None if weight.g_idx is None else torch.argsort(weight.groups, stable=True)
+        self.inverse = None if self.order is None else torch.argsort(self.order)
         self.scale = weight.scales.float().unsqueeze(1).clone()
         zeros = torch.full_like(self.scale, SYMMETRIC_ZERO)
         self.zeros = zeros if weight.zeros is None else weight.zeros.float().unsqueeze(1)
@@ -81,7 +82,7 @@ class LearntLayer:
 
     def _natural(self, grouped: torch.Tensor) -> torch.Tensor:
         rows = grouped.flatten(0, 1)
-        return rows if self.order is None else rows[torch.argsort(self.order)]
+        return rows if self.inverse is None else rows[self.inverse]
 
     def _limits(self, steps) -> tuple[torch.Tensor, torch.Tensor]:
         """Least and largest step; what sparsity dropped, and groups of zeros, stay as they are."""
