@@ -2,7 +2,7 @@
 
     python benchmarks/llm.py                                          # all models, batches 1..128
     python benchmarks/llm.py --models llama2-7b --batches 1,16,64 --budget 240
-    python benchmarks/llm.py --models llama3-70b-half --gpus 2        # tensor parallel, NCCL
+    python benchmarks/llm.py --models llama3-70b-half --gpus 2        # tensor parallel
     python benchmarks/llm.py --models llama2-7b --pdl off --profile   # where the time goes
     python benchmarks/llm.py --replot results/llm.json                # tables and plot, no GPU
 
@@ -28,7 +28,7 @@ from rich.console import Console
 
 from benchmarks import llm_kernels
 from benchmarks.llm_model import Decoder, Model, Shard
-from benchmarks.llm_parallel import best_token, launch, make_reduce
+from benchmarks.llm_parallel import launch, make_reduce
 from benchmarks.llm_profile import profile
 from benchmarks.llm_tables import Cell, LlmReport, plot, print_tables
 from marlin_cutlass.bench import Budget, environment
@@ -226,16 +226,15 @@ def run(rank: int, world: int, options: dict[str, Any]) -> None:
         torch.cuda.set_device(device)
     torch.manual_seed(0)  # the same prompts on every rank
     report = LlmReport(environment() | {"gpus": world})
-    reduce, how = make_reduce(options["all_reduce"], world, device)
     llm_kernels.set_pdl(options.get("pdl", "auto"))
+    reduce, how = make_reduce(options["all_reduce"], world, device)
     graph = bool(options.get("prefill_graph")) and device.type == "cuda"
     report.environment |= {
         "all_reduce": how,
         "pdl": llm_kernels.pdl_text(),
         "prefill": "graph" if graph else "eager",
     }
-    choose = best_token if world > 1 else None
-    budget, shard = Budget(options["budget"]), Shard(rank, world, reduce, choose)
+    budget, shard = Budget(options["budget"]), Shard(rank, world, reduce)
     console = Console(width=None if sys.stdout.isatty() else 160, quiet=rank != 0)
 
     def done(report: LlmReport) -> None:

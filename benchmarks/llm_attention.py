@@ -23,13 +23,15 @@ except ImportError:  # the CPU needs none
 
 MIN_HEADS = 16  # rows of the smallest tl.dot
 ROPE_HEADS = 16  # heads of a program that rotates and stores: 16 values a thread
-# Most programs -> keys of a tile and warps. Few programs have an SM each and wait for one load of
-# all keys of a short text; of many, those that share an SM must fit its registers (139 and 111 a
-# thread at the ends of the first list, 138, 148, 105 in the second; 132 SMs). The first list is the
-# best of eight tiles at 32, 512 and 2048 programs (llm_small.py, H200, 2026-11-30: 3.7, 9.1 and
-# 25.4 us); the second was not measured.
-TILES_ONE = ((132, (128, 8)), (1056, (32, 2)), (math.inf, (16, 1)))
-TILES_GROUP = ((132, (128, 8)), (396, (64, 4)), (math.inf, (32, 4)))
+WARP_HALVES = 32 * 8  # of a warp's load: 16 bytes a thread
+# Most programs -> keys of a tile, warps and, for _decode_one, tiles in flight (1 or 2; two of a
+# group exceed its registers). Few programs have an SM each and wait for one load of all keys of a
+# short text; of many, those that share an SM must fit its registers. llm_small.py, H200,
+# 2026-11-30, the best of seven tiles or more: GROUP at 8, 32, 128, 192, 256 and 512 programs 3.2,
+# 3.6, 4.6, 5.1, 6.4 and 9.5 us, ONE at 512 and 2048 8.6 and 25.3. One head is a group as well, and
+# few programs are faster so (4.9 at 32).
+TILES_GROUP = ((256, (128, 4)), (math.inf, (32, 2)))
+TILES_ONE = (*TILES_GROUP[:1], (1056, (16, 1, 2)), (math.inf, (8, 1, 2)))
 
 
 if triton is not None:
@@ -95,14 +97,25 @@ if triton is not None:
         tl.store(values + (line + slot * length) * dim + d, x, mask=is_value & inside)
 
     @triton.jit
-    def _tile(keys, values, first, last, dim: tl.constexpr, block: tl.constexpr):
-        """Cached keys and values [block, D] from `first`; 0 from `last` on."""
-        line = first + tl.arange(0, block)
-        seen = (line < last)[:, None]
-        spot = line[:, None] * dim + tl.arange(0, dim)[None, :]
-        return tl.load(keys + spot, mask=seen, other=0.0), tl.load(
-            values + spot, mask=seen, other=0.0
-        )
+    def _lines(part, line, last, dim: tl.constexpr):
+        """Cached keys or values of the positions line [...]; 0 from `last` on. int32 [..., D/2].
+
+        In pairs: halves that a loop carries are repacked at its end, which waits for their load.
+        """
+        line = tl.expand_dims(line, -1)
+        at = part.to(tl.pointer_type(tl.int32)) + (line * (dim // 2) + tl.arange(0, dim // 2))
+        return tl.load(at, mask=line < last, other=0)
+
+    @triton.jit
+    def _halves(pairs, dtype: tl.constexpr):
+        """Even and odd elements [..., D/2] of what `_lines` loaded."""
+        low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+        return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
+
+    @triton.jit
+    def _even_odd(x):
+        """Even and odd columns of x [M, D]."""
+        return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
     @triton.jit
     def _new_token(at, apart, keys, values, last, w, w_other, c, s, eps,
@@ -117,41 +130,73 @@ if triton is not None:
         return key.to(tl.float32), value.to(tl.float32)
 
     @triton.jit
+    def _one_tile(k, v, q, top, total, total_v, keys, values, line, ahead, last,
+                  dim: tl.constexpr):  # fmt: skip
+        """Add the keys at line [block / slots, slots] to the sums of their slots; load those ahead.
+
+        A slot's sums stay with the threads that load its keys: no barrier. A key from `last` on
+        weighs exp2(-1e30 - top) = 0, as top begins with the new token's score.
+        """
+        even, odd = _halves(k, keys.dtype.element_ty)
+        score = tl.sum(tl.interleave(even, odd).to(tl.float32) * q, 2)
+        score = tl.where(line < last, score, -1e30)
+        k = _lines(keys, line + ahead, last, dim)  # while v is used
+        new_top = tl.maximum(top, tl.max(score, 0))
+        shrink, p = tl.exp2(top - new_top), tl.exp2(score - new_top)
+        total = total * shrink + tl.sum(p, 0)
+        even, odd = _halves(v, keys.dtype.element_ty)
+        part = p[:, :, None] * tl.interleave(even, odd).to(tl.float32)
+        total_v = total_v * shrink[:, None] + tl.sum(part, 0)
+        v = _lines(values, line + ahead, last, dim)
+        return k, v, new_top, total, total_v
+
+    @triton.jit
     def _decode_one(
         qkv, start, cos, sin, q_norm, k_norm, keys, values, out, eps, scale, length,
         heads: tl.constexpr, dim: tl.constexpr, normed: tl.constexpr, block: tl.constexpr,
-        pdl: tl.constexpr,
+        tiles: tl.constexpr, slots: tl.constexpr, pdl: tl.constexpr,
     ):  # fmt: skip
         # As many key heads as query heads: a program is one of them, its products are of vectors.
         pdl_start(pdl)
         pair = tl.program_id(0)  # batch * heads + head: owns this head's cache
-        d, l = tl.arange(0, dim), tl.arange(0, block)
+        d, i, slot = tl.arange(0, dim), tl.arange(0, block // slots), tl.arange(0, slots)
+        line = i[:, None] * slots + slot[None, :]
         # Earlier steps wrote the position and the cache before it.
         last = tl.load(start).to(tl.int32)
-        c, s, wq, wq_other, wk, wk_other = _constants(cos, sin, q_norm, k_norm, last, dim, normed)
         keys += pair.to(tl.int64) * length * dim
         values += pair.to(tl.int64) * length * dim
-        k, v = _tile(keys, values, 0, last, dim, block)
+        k, v = _lines(keys, line, last, dim), _lines(values, line, last, dim)
+        if tiles == 2:
+            k_2 = _lines(keys, block + line, last, dim)
+            v_2 = _lines(values, block + line, last, dim)
+        c, s, wq, wq_other, wk, wk_other = _constants(cos, sin, q_norm, k_norm, last, dim, normed)
         pdl_wait(pdl)
 
         at = qkv + ((pair // heads).to(tl.int64) * 3 * heads + pair % heads) * dim
         x, other = tl.load(at + d), tl.load(at + (d + dim // 2) % dim)
         q = _turn(x, other, wq, wq_other, c, s, eps, normed).to(tl.float32) * scale
-        new_k, total_v = _new_token(
+        new_k, new_v = _new_token(
             at + heads * dim, heads * dim, keys, values, last, wk, wk_other, c, s, eps, dim, normed
         )
-        top = tl.sum(q * new_k, 0)
-        total = 1.0
-        for first in range(0, last, block):
-            score = tl.sum(k.to(tl.float32) * q[None, :], 1)
-            score = tl.where(first + l < last, score, -1e30)
-            new_top = tl.maximum(top, tl.max(score, 0))
-            shrink, p = tl.exp2(top - new_top), tl.exp2(score - new_top)
-            total = total * shrink + tl.sum(p, 0)
-            total_v = total_v * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
-            top = new_top
-            k, v = _tile(keys, values, first + block, last, dim, block)
-        tl.store(out + pair.to(tl.int64) * dim + d, (total_v / total).to(x.dtype))
+        new_score = tl.sum(q * new_k, 0)
+        top = tl.zeros((slots,), tl.float32) + new_score
+        total, total_v = tl.zeros((slots,), tl.float32), tl.zeros((slots, dim), tl.float32)
+        q = q[None, None, :]
+        for first in range(0, last, tiles * block):
+            k, v, top, total, total_v = _one_tile(
+                k, v, q, top, total, total_v, keys, values, first + line, tiles * block, last, dim
+            )
+            if tiles == 2:  # noqa: SIM102 (known to the compiler, unlike the next)
+                if first + block < last:
+                    k_2, v_2, top, total, total_v = _one_tile(
+                        k_2, v_2, q, top, total, total_v, keys, values, first + block + line,
+                        tiles * block, last, dim,
+                    )  # fmt: skip
+        whole_top = tl.max(top, 0)
+        shrink, p = tl.exp2(top - whole_top), tl.exp2(new_score - whole_top)
+        whole = tl.sum(total * shrink, 0) + p
+        whole_v = tl.sum(total_v * shrink[:, None], 0) + p * new_v
+        tl.store(out + pair.to(tl.int64) * dim + d, (whole_v / whole).to(x.dtype))
 
     @triton.jit
     def _decode_group(
@@ -162,13 +207,13 @@ if triton is not None:
         # `group` query heads share a key head: a program is one key head, its products are tl.dot.
         pdl_start(pdl)
         pair = tl.program_id(0)  # batch * kv_heads + kv head: owns this head's cache
-        d, g, l = tl.arange(0, dim), tl.arange(0, rows), tl.arange(0, block)
+        d, g, line = tl.arange(0, dim), tl.arange(0, rows), tl.arange(0, block)
         # Earlier steps wrote the position and the cache before it.
         last = tl.load(start).to(tl.int32)
-        c, s, wq, wq_other, wk, wk_other = _constants(cos, sin, q_norm, k_norm, last, dim, normed)
         keys += pair.to(tl.int64) * length * dim
         values += pair.to(tl.int64) * length * dim
-        k, v = _tile(keys, values, 0, last, dim, block)
+        k, v = _lines(keys, line, last, dim), _lines(values, line, last, dim)
+        c, s, wq, wq_other, wk, wk_other = _constants(cos, sin, q_norm, k_norm, last, dim, normed)
         pdl_wait(pdl)
 
         head = pair % kv_heads
@@ -184,15 +229,22 @@ if triton is not None:
         )  # fmt: skip
         top = tl.sum(q.to(tl.float32) * new_k[None, :], 1) * scale
         total = tl.full((rows,), 1.0, tl.float32)
-        total_v = tl.zeros((rows, dim), tl.float32) + new_v[None, :]
+        even, odd = _even_odd(tl.zeros((rows, dim), tl.float32) + new_v[None, :])
+        q_even, q_odd = _even_odd(q)
         for first in range(0, last, block):
-            score = tl.where((first + l < last)[None, :], tl.dot(q, tl.trans(k)) * scale, -1e30)
+            k_even, k_odd = _halves(k, x.dtype)
+            score = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even))) * scale
+            score = tl.where((first + line < last)[None, :], score, -1e30)
+            k = _lines(keys, first + block + line, last, dim)  # while v is used
             new_top = tl.maximum(top, tl.max(score, 1))
             shrink, p = tl.exp2(top - new_top), tl.exp2(score - new_top[:, None])
             total = total * shrink + tl.sum(p, 1)
-            total_v = tl.dot(p.to(x.dtype), v, total_v * shrink[:, None])
+            v_even, v_odd = _halves(v, x.dtype)
+            even = tl.dot(p.to(x.dtype), v_even, even * shrink[:, None])
+            odd = tl.dot(p.to(x.dtype), v_odd, odd * shrink[:, None])
+            v = _lines(values, first + block + line, last, dim)
             top = new_top
-            k, v = _tile(keys, values, first + block, last, dim, block)
+        total_v = tl.interleave(even, odd)
         to = out + (pair * group + g[:, None]).to(tl.int64) * dim + d[None, :]
         tl.store(to, (total_v / total[:, None]).to(x.dtype), mask=own)
 
@@ -267,15 +319,18 @@ def attention(qkv, start, tokens, cos, sin, norms, eps, keys, values) -> Tensor:
     out = qkv.new_empty(batch, kv_heads * group * dim)
     q_norm, k_norm = norms or (qkv, qkv)  # not read where there are none
     programs = batch * kv_heads
-    tiles = TILES_ONE if group == 1 else TILES_GROUP
-    block, warps = next(tile for most, tile in tiles if programs <= most)
+    choice = TILES_ONE if group == 1 else TILES_GROUP
+    block, warps, *tiles = next(tile for most, tile in choice if programs <= most)
     scale = dim**-0.5 * math.log2(math.e)  # exp2 is one instruction
     tensors = (qkv, start, cos, sin, q_norm, k_norm, keys, values, out)
     # One stage: a tile is loaded into registers ahead of its use, not through shared memory.
     options = launch_options(warps, batch) | {"num_stages": 1}
     sizes = (dim, norms is not None, block)
-    if group == 1:
-        _decode_one[(programs,)](*tensors, eps, scale, length, kv_heads, *sizes, **options)
+    if tiles:
+        slots = min(block, warps * WARP_HALVES // dim)
+        _decode_one[(programs,)](
+            *tensors, eps, scale, length, kv_heads, *sizes, *tiles, slots, **options
+        )
     else:
         rows = max(MIN_HEADS, triton.next_power_of_2(group))
         _decode_group[(programs,)](

@@ -11,11 +11,16 @@ is written, before `pdl_wait`, and every kernel does wait. Then whatever ran bef
 was waited for is complete as well. A kernel without PDL (torch's, cuBLAS', a sum over GPUs) starts
 when all before it are complete; the embedding at the start of each step is one, so results of
 earlier steps may be read before the wait.
+
+With two GPUs the norm behind a row-parallel product and the choice of a token meet the other GPU's
+kernel themselves, one program per row: `signal` and `wait_for_signal`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,6 +47,10 @@ EARLY_ROWS = 32
 SILU_BLOCK, SILU_WARPS = 512, 2
 SILU_BLOCK_LONG, SILU_WARPS_LONG, LONG_ROWS = 2048, 8, 256
 ARGMAX_PARTS, ARGMAX_BLOCK = 32, 1024
+
+# Tries of a program that waits for the other GPU before it gives up: more than a minute, as one
+# rank may compile kernels while the other waits.
+MOST_TRIES = 1 << 27
 
 
 def use_triton(x: Tensor) -> bool:
@@ -115,10 +124,35 @@ if triton is not None:
             tl.extra.cuda.gdc_launch_dependents()
 
     @triton.jit
+    def give_up(tries, limit: tl.constexpr):
+        """tries + 1; at the limit the kernel ends with an error in place of a hang."""
+        if tries == limit:
+            tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
+        return tries + 1
+
+    @triton.jit
+    def signal(flag):
+        """Set the other GPU's flag, an int32 that is 0: all this program may read is complete."""
+        tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+
+    @triton.jit
+    def wait_for_signal(flag, limit: tl.constexpr):
+        """Wait until the other GPU has set this flag, and clear it.
+
+        What its kernels before wrote may be read behind this, past the L1 cache: volatile.
+        """
+        tries = 0
+        while tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys") != 1:
+            tries = give_up(tries, limit)
+        tl.debug_barrier()  # one thread has acquired, for all of the program
+
+    @triton.jit
     def _add_norm(
-        x, other, residual, weight, out, eps, width,
-        has_other: tl.constexpr, has_residual: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+        x, other, residual, weight, out, flags, other_flags, eps, width,
+        has_other: tl.constexpr, has_residual: tl.constexpr, meets: tl.constexpr,
+        limit: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
     ):  # fmt: skip
+        # meets: `other` is the other GPU's; each program waits for its program of the same row.
         pdl_start(pdl)
         row = tl.program_id(0)
         columns = tl.arange(0, block)
@@ -126,11 +160,17 @@ if triton is not None:
         at = row * width + columns
         w = tl.load(weight + columns, mask=inside, other=0.0)
         pdl_wait(pdl)
+        if meets:
+            signal(other_flags + row)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if has_residual:  # loaded while the signal is under way
+            before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        if meets:
+            wait_for_signal(flags + row, limit)
         if has_other:
-            value += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(other + at, mask=inside, other=0.0, volatile=meets).to(tl.float32)
         if has_residual:
-            value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            value += before
         rounded = value.to(residual.dtype.element_ty)
         tl.store(residual + at, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -173,16 +213,42 @@ if triton is not None:
         tl.store(where + row * parts + part, tl.min(tl.where(top == most, place, width), 0))
 
     @triton.jit
-    def _argmax_whole(best, where, ids, start, tokens, parts: tl.constexpr, pdl: tl.constexpr):
+    def largest_of_both(value, token, key, other_key, limit: tl.constexpr):
+        """The token of the larger of this GPU's and the other's value; the smaller of equal ones.
+
+        A value and its token travel as one int64 that orders them and is not 0: no other data, so
+        that the order of memory accesses does not matter. Both words are 0 before and after.
+        """
+        value = tl.where(value == 0.0, 0.0, value)  # -0 equals 0
+        bits = value.to(tl.int32, bitcast=True)
+        bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        mine = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+        tl.atomic_xchg(other_key, mine, sem="relaxed", scope="sys")
+        tries = 0
+        theirs = tl.atomic_xchg(key, 0, sem="relaxed", scope="sys")
+        while theirs == 0:
+            tries = give_up(tries, limit)
+            theirs = tl.atomic_xchg(key, 0, sem="relaxed", scope="sys")
+        return 0x7FFFFFFF - (tl.maximum(mine, theirs) & 0x7FFFFFFF)
+
+    @triton.jit
+    def _argmax_whole(
+        best, where, ids, start, tokens, keys, other_keys, first,
+        parts: tl.constexpr, meets: tl.constexpr, limit: tl.constexpr, pdl: tl.constexpr,
+    ):  # fmt: skip
         # The largest of a row's parts; the first row also moves the position on.
+        # meets: the larger of both GPUs'; column 0 is token `first`.
         pdl_start(pdl)
         row = tl.program_id(0)
         i = tl.arange(0, parts)
         pdl_wait(pdl)
         top = tl.load(best + row * parts + i)
         place = tl.load(where + row * parts + i)
-        first = tl.min(tl.where(top == tl.max(top, 0), place, 2147483647), 0)
-        tl.store(ids + row, first.to(tl.int64))
+        most = tl.max(top, 0)
+        token = tl.min(tl.where(top == most, place, 2147483647), 0).to(tl.int64)
+        if meets:
+            token = largest_of_both(most, token + first, keys + row, other_keys + row, limit)
+        tl.store(ids + row, token)
         if row == 0:
             tl.store(start, tl.load(start) + tokens)
 
@@ -195,22 +261,41 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 Parts = tuple[Tensor, ...]  # what ranks have to add, in the order of the ranks
+Pair = tuple[Tensor, Tensor]  # this rank's tensor and the other's, of two
 
 
-def added(x: Tensor | Parts, keep: int = 1) -> Parts:
+@dataclass(frozen=True)
+class Pending:
+    """Parts in memory that all ranks read, before the ranks have waited for each other."""
+
+    parts: Parts
+    barrier: Callable[[], None]  # a kernel of its own that waits for all ranks
+    # Of two ranks, for a kernel that waits itself: the parts, and flags int32 [rows], all 0.
+    pair: tuple[Pair, Pair] | None = None
+
+
+def added(x: Tensor | Parts | Pending, keep: int = 1) -> Parts:
     """The first of `x` added up until `keep` are left."""
+    if isinstance(x, Pending):
+        x.barrier()
+        x = x.parts
     parts = x if isinstance(x, tuple) else (x,)
     while len(parts) > keep:
         parts = (parts[0] + parts[1], *parts[2:])
     return parts
 
 
-def add_norm(x: Tensor | Parts, residual: Tensor | None, weight: Tensor, eps: float):
+def add_norm(x: Tensor | Parts | Pending, residual: Tensor | None, weight: Tensor, eps: float):
     """x [M, H] + residual -> (its RMS norm, the sum); None: x itself is the sum.
 
     Of several x the sum is meant; two are added in the same launch, in float32.
     """
-    first, *rest = added(x, 2 if use_triton(weight) else 1)
+    flags = None
+    if isinstance(x, Pending) and x.pair is not None and use_triton(weight):
+        parts, flags = x.pair
+    else:
+        parts = added(x, 2 if use_triton(weight) else 1)
+    first, *rest = parts
     if not use_triton(first):
         total = first if residual is None else first + residual
         return rms_norm(total, weight, eps), total
@@ -218,12 +303,13 @@ def add_norm(x: Tensor | Parts, residual: Tensor | None, weight: Tensor, eps: fl
     total = torch.empty_like(first) if residual is None else residual
     out = torch.empty_like(first)
     block = triton.next_power_of_2(width)
-    warps = min(16, max(4, block // 512))  # 16 values a thread
+    # Values a thread, most warps. Behind a signal one load each: ptxas has a second wait for it.
+    values, most = (16, 16) if flags is None else (8, 32)
+    warps = min(most, max(4, block // (32 * values)))
     other = rest[0] if rest else first
-    flags = (bool(rest), residual is not None, block)
-    _add_norm[(m,)](
-        first, other, total, weight, out, eps, width, *flags, **launch_options(warps, m)
-    )
+    constants = (bool(rest), residual is not None, flags is not None, MOST_TRIES, block)
+    tensors = (first, other, total, weight, out, *(flags or (None, None)))
+    _add_norm[(m,)](*tensors, eps, width, *constants, **launch_options(warps, m))
     return out, total
 
 
@@ -240,10 +326,18 @@ def silu_mul(x: Tensor) -> Tensor:
     return out
 
 
-def next_token(logits: Tensor, ids: Tensor, start: Tensor, tokens: int) -> None:
+def next_token(
+    logits: Tensor,
+    ids: Tensor,
+    start: Tensor,
+    tokens: int,
+    first: int = 0,
+    keys: Pair | None = None,
+) -> None:
     """Greedy choice from logits [B, vocab] into ids int64 [B, 1]; start int64 [1] += tokens.
 
-    Of equal logits the first counts.
+    Of equal logits the first counts. keys, by Triton only: the choice is made among the logits of
+    two ranks, of which column 0 is token `first` here; int64 [>= B], all 0, see `largest_of_both`.
     """
     if not use_triton(logits):
         torch.argmax(logits, -1, keepdim=True, out=ids)
@@ -254,6 +348,6 @@ def next_token(logits: Tensor, ids: Tensor, start: Tensor, tokens: int) -> None:
     where = torch.empty(batch, ARGMAX_PARTS, dtype=torch.int32, device=logits.device)
     options = launch_options(4, batch)
     _argmax_part[(batch, ARGMAX_PARTS)](logits, best, where, width, ARGMAX_BLOCK, **options)
-    _argmax_whole[(batch,)](
-        best, where, ids, start, tokens, ARGMAX_PARTS, **launch_options(1, batch)
-    )
+    tensors = (best, where, ids, start, tokens, *(keys or (None, None)), first)
+    constants = (ARGMAX_PARTS, keys is not None, MOST_TRIES)
+    _argmax_whole[(batch,)](*tensors, *constants, **launch_options(1, batch))

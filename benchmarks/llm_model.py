@@ -37,12 +37,18 @@ GROUP_SIZE = 128
 class Reduce(Protocol):
     """Adds a [M, H] tensor over ranks, or hands all ranks' tensors to the kernel behind.
 
-    `buffer` is where it would like that tensor written.
+    `buffer` is where it would like that tensor written. `choose`: from logits [B, part of the
+    vocabulary] of every rank, the first of token `first` here, the largest's token to ids [B, 1],
+    and start += tokens; between two calls lies a sum.
     """
 
-    def __call__(self, x: Tensor) -> Tensor | kernels.Parts: ...
+    def __call__(self, x: Tensor) -> Tensor | kernels.Pending: ...
 
     def buffer(self, m: int, width: int) -> Tensor | None: ...
+
+    def choose(
+        self, logits: Tensor, first: int, ids: Tensor, start: Tensor, tokens: int
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,6 @@ class Shard:
     rank: int = 0
     world: int = 1
     reduce: Reduce | None = None
-    # Logits [B, part of the vocabulary] of every rank, first token of this part -> tokens [B, 1].
-    choose: Callable[[Tensor, int], Tensor] | None = None
 
 
 def without_minus_eight(codes: Tensor) -> Tensor:
@@ -250,7 +254,7 @@ class Model(nn.Module):
         x, residual = kernels.add_norm(x, residual, layer.norm_2, self.eps)
         return self._row(layer.down, kernels.silu_mul(layer.gate_up(x))), residual
 
-    def _row(self, layer: nn.Module, x: Tensor) -> Tensor | kernels.Parts:
+    def _row(self, layer: nn.Module, x: Tensor) -> Tensor | kernels.Pending:
         """A row-parallel layer: the ranks' partial sums, added or for `add_norm` to add."""
         reduce = self.shard.reduce
         if reduce is None:
@@ -270,12 +274,11 @@ class Decoder:
     def _advance(self, ids: Tensor) -> None:
         """The token that follows `ids` [B, T] into self.ids, and the position T further."""
         model, tokens = self.model, ids.shape[1]
-        logits = model.logits(ids)
-        if model.shard.choose is None:
+        logits, reduce = model.logits(ids), model.shard.reduce
+        if reduce is None:
             kernels.next_token(logits, self.ids, model.start, tokens)
         else:
-            self.ids.copy_(model.shard.choose(logits, model.first_token))
-            model.start += tokens
+            reduce.choose(logits, model.first_token, self.ids, model.start, tokens)
 
     def step(self) -> None:
         """Next token of every sequence into `ids`, in place."""

@@ -28,7 +28,10 @@ from benchmarks import llm_attention, llm_kernels
 from benchmarks.llm import MODELS, clock, configuration
 from benchmarks.llm_model import head_dim, record
 
-TILES = ((128, 8), (128, 4), (64, 8), (64, 4), (32, 4), (32, 2), (16, 2), (16, 1))
+ONE = (  # keys, warps, tiles in flight
+    (64, 2, 1), (32, 2, 1), (32, 2, 2), (16, 1, 1), (16, 1, 2), (8, 1, 1), (8, 1, 2),
+)  # fmt: skip
+GROUP = ((128, 8), (128, 4), (64, 4), (64, 2), (32, 4), (32, 2), (16, 1))  # keys, warps
 LENGTH, POSITION = 136, 96  # of the cache, as llm.py has it; of the new token
 LAUNCHES, REPLAYS = 48, 7
 MAX_ERROR = 5e-3
@@ -75,8 +78,8 @@ class Attention:
         q = llm_attention._rope_cache_torch(self.qkv, *self.place, *cache)
         return llm_attention.attend(q, *cache, self.start, 1)
 
-    def row(self, tile: tuple[int, int]) -> str:
-        """us per launch with a tile (keys, warps), or why there is none."""
+    def row(self, tile: tuple[int, ...]) -> str:
+        """us per launch with a tile of ONE or GROUP, or why there is none."""
         chosen = llm_attention.TILES_ONE, llm_attention.TILES_GROUP
         llm_attention.TILES_ONE = llm_attention.TILES_GROUP = ((math.inf, tile),)
         try:
@@ -125,8 +128,10 @@ def main(
         for name, launch in others(config, batch).items():
             rows.setdefault(name, []).append(f"{us_per_launch([launch] * LAUNCHES):.2f}")
         inputs = Attention(config, batch)
-        for tile in TILES:
-            name = f"attention, {tile[0]} keys, {tile[1]} warps"
+        for tile in (*ONE, *GROUP) if inputs.group == 1 else GROUP:
+            name = "attention" + "".join(
+                f", {n} {what}" for n, what in zip(tile, ("keys", "warps", "tiles"))
+            )
             rows.setdefault(name, []).append(inputs.row(tile))
         del inputs
     for name, cells in rows.items():

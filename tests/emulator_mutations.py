@@ -53,7 +53,7 @@ def _one(name: str, file: str, old: str, new: str, variant: str, *caught: str, *
 
 KERNEL, LOADS, LOOP = "ampere_kernel.cuh", "ampere_loads.cuh", "ampere_mainloop.cuh"
 REDUCE, DEQUANT, STORE = "ampere_reduce.cuh", "dequant.cuh", "epilogue.cuh"
-TAIL_ROWS = "static_cast<uint32_t>(row - first) >= static_cast<uint32_t>(p.m - first) || "
+TAIL_ROWS = "row >= p.m || "
 WAIT_AND_SYNC = "cp_async_wait<C::kStages - 2>();\n          block_sync();"
 
 AMPERE_MUTATIONS = (
@@ -164,6 +164,12 @@ AMPERE_MUTATIONS = (
         *(AMPERE, "bounds"),
     ),
     _one(
+        "missing tail predicate on rows of several atoms",
+        *(STORE, "st_global_u32x2_if(row < rows,", "st_global_u32x2_if(rows > 0,"),
+        *(HOPPER, "bounds"),
+        shape=(5, 300, 1536),
+    ),
+    _one(
         "missing tail predicate on columns",
         *(STORE, "if (column + i < p.n)", "if (true)"),
         *(AMPERE, "bounds"),
@@ -260,12 +266,12 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "last row tile stored where it does not reach back",
-        *(HKERNEL, "row = C::first_row(p, m);", "row = m * C::kMTile;"),
+        *(HKERNEL, "atoms(p, C::first_row(p, m),", "atoms(p, m * C::kMTile,"),
         *(HOPPER, "values"),
     ),
     _one(
         "rows of the row tile before stored twice",
-        *(HKERNEL, "lane, m * C::kMTile);", "lane, 0);"),
+        *(HKERNEL, "C::first_row(p, m), m * C::kMTile,", "C::first_row(p, m), 0,"),
         *(HOPPER, "race"),
     ),
     _one(
@@ -277,8 +283,8 @@ HOPPER_MUTATIONS = (
         "activations read before the previous kernel has ended",
         *(
             PRODUCER,
-            "smem_addr_t base, Loop loop) {\n  wait_for_previous_grid();",
-            "smem_addr_t base, Loop loop) {",
+            "wait_for_previous_grid();\n  while (more) {",
+            "while (more) {",
         ),
         *(HOPPER, "race"),
     ),
@@ -289,7 +295,7 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "one arrival too many expected",
-        *(HKERNEL, "4 * C::kWarpgroupsN)", "4 * C::kWarpgroupsN + 1)"),
+        *(HKERNEL, "C::kReleases * C::kWarpgroupsN)", "C::kReleases * C::kWarpgroupsN + 1)"),
         *(HOPPER, "deadlock"),
     ),
     _one(
@@ -356,7 +362,11 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "hybrid: absent blocks not accounted for",
-        *(PRODUCER, "mbarrier_arrive_many(empty, 4 * (C::kColumnBlocks - blocks));", ";"),
+        *(
+            PRODUCER,
+            "mbarrier_arrive_many(empty, C::kReleases * (C::kColumnBlocks - blocks));",
+            ";",
+        ),
         *(HOPPER_HYBRID, "deadlock"),
         shape=(40, 740, 1536),
     ),
@@ -367,7 +377,7 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "multicast: peer's barriers not known to exist",
-        *(HKERNEL, "if constexpr (C::kMulticast > 1) cluster_wait_unaligned();  // the", "// the"),
+        *(PRODUCER, "if constexpr (C::kMulticast > 1) cluster_wait_unaligned();", ""),
         *(HOPPER_MULTICAST, "race", "mbarrier", "divergence"),
     ),
 )

@@ -130,14 +130,22 @@ def interpreted():
     llm_kernels.FORCE_TRITON = False
 
 
-@pytest.mark.parametrize("kv_heads, block", [(8, 128), (8, 16), (2, 128), (2, 32)])
+TILES = [
+    (8, (128, 4, 1)),
+    (8, (16, 1, 1)),
+    (8, (16, 2, 2)),
+    (8, (128, 4)),
+    (2, (128, 4)),
+    (2, (32, 2)),
+]
+
+
+@pytest.mark.parametrize("kv_heads, tile", TILES)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @torch.no_grad()
-def test_triton_kernels_do_what_the_plain_ones_do(
-    interpreted, monkeypatch, family, kv_heads, block
-):
+def test_triton_kernels_do_what_the_plain_ones_do(interpreted, monkeypatch, family, kv_heads, tile):
     for name in ("TILES_ONE", "TILES_GROUP"):
-        monkeypatch.setattr(llm_attention, name, ((math.inf, (block, 4)),))
+        monkeypatch.setattr(llm_attention, name, ((math.inf, tile),))
     config = tiny(family, num_attention_heads=8, num_key_value_heads=kv_heads, hidden_size=256)
     model = Model(config, "fp16")
     randomise_norms(model)
@@ -149,6 +157,33 @@ def test_triton_kernels_do_what_the_plain_ones_do(
         logits.append([model(ids[:, :66])] + [model(ids[:, i : i + 1]) for i in range(66, 70)])
     for triton_logits, plain in zip(*logits):
         assert float((triton_logits - plain).abs().max()) < 1e-2 * float(plain.abs().max())
+
+
+@pytest.mark.parametrize("position", [0, 1, 15, 16, 17, 31, 32, 33, 64, 99])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("kv_heads, tile", TILES)
+def test_decode_attention_sees_the_keys_before_its_token_and_no_other(
+    interpreted, monkeypatch, kv_heads, tile, normed, position
+):
+    for name in ("TILES_ONE", "TILES_GROUP"):
+        monkeypatch.setattr(llm_attention, name, ((math.inf, tile),))
+    batch, heads, dim, length = 2, 8, 64, 100
+    qkv = 3 * torch.randn(batch, (heads + 2 * kv_heads) * dim).half()
+    angle, start = torch.rand(length, dim // 2), torch.tensor([position])
+    norms = (torch.rand(dim).half() + 0.5, torch.rand(dim).half() + 0.5) if normed else None
+    place = (start, 1, angle.cos(), angle.sin(), norms, 1e-6)
+    plain = [torch.randn(batch, kv_heads, length, dim).half() for _ in range(2)]
+    mine = [part.clone() for part in plain]
+    for part in mine:
+        part[:, :, position:] = math.nan  # as memory that nothing was written to
+    got = llm_attention.attention(qkv, *place, *mine)
+    q = llm_attention._rope_cache_torch(qkv, *place, *plain)
+    wanted = llm_attention.attend(q, *plain, start, 1)
+    torch.testing.assert_close(got, wanted, rtol=4e-3, atol=4e-3)
+    for part, other in zip(mine, plain):
+        seen = slice(position + 1)
+        torch.testing.assert_close(part[:, :, seen], other[:, :, seen], rtol=2e-3, atol=4e-3)
+        assert bool(part[:, :, position + 1 :].isnan().all())
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -177,30 +212,32 @@ HALF, FLOAT, LONG = "*fp16", "*fp32", "*i64"
 ATTENTION = dict.fromkeys(("qkv", "q_norm", "k_norm", "keys", "values", "out"), HALF)
 ATTENTION |= {"start": LONG, "cos": FLOAT, "sin": FLOAT}
 ATTENTION |= {"eps": "fp32", "scale": "fp32", "length": "i32"}
+ADD_NORM = dict.fromkeys(("x", "other", "residual", "weight", "out"), HALF)
+ADD_NORM |= dict.fromkeys(("flags", "other_flags"), "*i32") | {"eps": "fp32", "width": "i32"}
+ADDING = {"has_other": True, "has_residual": True, "limit": 1000, "block": 1024}
+ARGMAX = {"best": FLOAT, "where": "*i32", "ids": LONG, "start": LONG, "tokens": "i32"}
+ARGMAX |= {"keys": LONG, "other_keys": LONG, "first": "i32"}
 KERNELS = {  # types, constants, may load before it waits
-    "_add_norm": (
-        dict.fromkeys(("x", "other", "residual", "weight", "out"), HALF)
-        | {"eps": "fp32", "width": "i32"},
-        {"has_other": True, "has_residual": True, "block": 1024},
-        True,
-    ),
+    "_add_norm": (ADD_NORM, {**ADDING, "meets": False}, True),
+    "_add_norm of two GPUs": (ADD_NORM, {**ADDING, "meets": True}, True),
     "_silu_mul": ({"x": HALF, "out": HALF, "width": "i32"}, {"block": 512}, False),
     "_argmax_part": (
         {"logits": HALF, "best": FLOAT, "where": "*i32", "width": "i32"},
         {"block": 1024},
         False,
     ),
-    "_argmax_whole": (
-        {"best": FLOAT, "where": "*i32", "ids": LONG, "start": LONG, "tokens": "i32"},
-        {"parts": 32},
-        False,
-    ),
+    "_argmax_whole": (ARGMAX, {"parts": 32, "meets": False, "limit": 1000}, False),
+    "_argmax_whole of two GPUs": (ARGMAX, {"parts": 32, "meets": True, "limit": 1000}, False),
     "_rope_cache": (
         {**ATTENTION, "q_out": HALF, "tokens": "i32"},
         {"heads": 4, "kv_heads": 2, "dim": 64, "normed": True, "block": 16},
         True,
     ),
-    "_decode_one": (ATTENTION, {"heads": 4, "dim": 64, "normed": False, "block": 32}, True),
+    "_decode_one": (
+        ATTENTION,
+        {"heads": 4, "dim": 64, "normed": False, "block": 32, "tiles": 2, "slots": 16},
+        True,
+    ),
     "_decode_group": (
         ATTENTION,
         {"kv_heads": 4, "group": 2, "rows": 16, "dim": 64, "normed": True, "block": 32},
@@ -209,17 +246,17 @@ KERNELS = {  # types, constants, may load before it waits
 }
 
 
-@pytest.mark.parametrize("mode", llm_kernels.PDL_MODES)
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_compiled_for_hopper_wait_before_they_store(name, mode):
+def ptx_of(name, mode):
+    """PTX for sm_90 of a kernel in KERNELS."""
     triton = pytest.importorskip("triton", reason="needs triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(llm_kernels, name, None) or getattr(llm_attention, name)
+    function = name.split()[0]
+    kernel = getattr(llm_kernels, function, None) or getattr(llm_attention, function)
     if not isinstance(kernel, triton.JITFunction):
         pytest.skip("TRITON_INTERPRET=1 compiles nothing")
-    types, constants, early_loads = KERNELS[name]
+    types, constants, _ = KERNELS[name]
     constants = {**constants, "pdl": llm_kernels.PDL_MODES.index(mode)}
     assert set(kernel.arg_names) <= types.keys() | constants.keys()
     source = ASTSource(
@@ -228,14 +265,22 @@ def test_kernels_compiled_for_hopper_wait_before_they_store(name, mode):
         {(kernel.arg_names.index(k),): v for k, v in constants.items()},
     )
     options = {"num_warps": 4, "num_stages": 1}
-    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+@pytest.mark.parametrize("mode", llm_kernels.PDL_MODES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compiled_for_hopper_wait_before_they_store(name, mode):
+    text, (_, constants, early_loads) = ptx_of(name, mode), KERNELS[name]
     wait, trigger = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    assert ("atom.global" in text) == constants.get("meets", False)
     if mode == "off":
         assert "griddepcontrol" not in text
         return
     assert text.count(wait) == text.count(trigger) == 1
     before, behind = text.split(wait)
     assert "st.global" not in before and "st.global" in behind and "ld.global" in behind
+    assert "atom.global" not in before
     assert ("ld.global" in before) == early_loads
     assert (trigger in before) == (mode == "early")
 

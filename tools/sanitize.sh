@@ -4,6 +4,7 @@
 #   tools/sanitize.sh -t memcheck -s 60        one tool, at most 60 s of cases
 #   tools/sanitize.sh -k '*_streamk_*'         kernels whose name matches
 #   tools/sanitize.sh -t racecheck -o logs     keeps what each tool wrote as logs/TOOL.log
+# racecheck runs kernels of its own, built into build/racecheck with -DMC_RACECHECK (hopper_config.cuh says what that changes).
 # -s is the time of the cases of each tool (default 60); starting up under a tool adds some 20 s.
 # Exit status: 0 clean, 1 a tool complains or a result is wrong, 2 the tool cannot run here.
 set -u
@@ -15,7 +16,7 @@ while getopts t:s:k:p:o: option; do
     k) pattern=$OPTARG ;;
     p) python=$OPTARG ;;
     o) mkdir -p "$OPTARG" && logs=$(cd "$OPTARG" && pwd) || exit 2 ;;
-    *) sed -n '2,8p' "$0"; exit 2 ;;
+    *) sed -n '2,9p' "$0"; exit 2 ;;
   esac
 done
 cd "$(dirname "$0")/.." || exit 2
@@ -31,8 +32,16 @@ for tool in $tools; do
   log=${logs:+$logs/$tool.log}
   log=${log:-$(mktemp)}
   echo "== $tool"
+  if [ "$tool" = racecheck ]; then
+    names=$("$python" tools/sanitize_cases.py --filter "$pattern" --list) || exit 2
+    # shellcheck disable=SC2086
+    NVCC_APPEND_FLAGS=-DMC_RACECHECK "$python" build.py --arch native --out build/racecheck $names || exit 2
+    build=$PWD/build/racecheck
+  else
+    build=${MARLIN_CUTLASS_BUILD:-}
+  fi
   # shellcheck disable=SC2086
-  timeout $((seconds + 180)) "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \
+  MARLIN_CUTLASS_BUILD=$build timeout $((seconds + 180)) "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \
     --target-processes application-only --kernel-name kernel_substring=w4a16_ \
     "$python" tools/sanitize_cases.py --filter "$pattern" --seconds "$seconds" >"$log" 2>&1
   code=$?

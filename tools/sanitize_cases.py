@@ -60,7 +60,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--filter", default="*", help="only kernels whose name matches this glob")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after that")
+    parser.add_argument("--list", action="store_true", help="print the cases for build.py")
     options = parser.parse_args()
+    if options.list:
+        print(*(f"--only={kernel.name}" for kernel in cases(options.filter)))
+        return 0
     torch.manual_seed(0)
     torch.set_num_threads(4)
     end, wrong, done = time.monotonic() + options.seconds, 0, 0

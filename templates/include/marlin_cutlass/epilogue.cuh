@@ -37,17 +37,16 @@ template <class E> MC_DEVICE void load_column_bias(const GemmParams& p, int atom
 // How a lane stores its four neighbouring columns: as GemmParams::vector_store says, or as its caller has found out.
 enum class Store { kEither, kVectors, kElements };
 
-// Sums d of 16 columns x 8 activation rows (an m16n8 accumulator) to C rows row0 .. row0 + 7, but not to rows below `first`.
-template <class E, Store kStore = Store::kEither>
-MC_DEVICE void store_atom(const GemmParams& p, const float* d, const ColumnFactors& f, int row0, int atom_column, int lane,
-                          int first = 0) {
-  // A transpose gives each lane one row and four neighbouring columns: 8 bytes, four lanes a 32-byte sector.
+// Sums d of 16 columns x 8 activation rows (an m16n8 accumulator) as C takes them. A transpose gives each lane one row and four neighbouring
+// columns: 8 bytes, four lanes a 32-byte sector.
+template <class E> MC_DEVICE U32x2 finish_atom(const float* d, const ColumnFactors& f) {
   U32x2 v;
   v.x = movmatrix_trans(pack2<E>(d[0] * f.scale[0] + f.bias[0], d[1] * f.scale[0] + f.bias[0]));
   v.y = movmatrix_trans(pack2<E>(d[2] * f.scale[1] + f.bias[1], d[3] * f.scale[1] + f.bias[1]));
-  const int row = row0 + (lane >> 2), column = atom_column + (lane & 3) * 4;
-  if (static_cast<uint32_t>(row - first) >= static_cast<uint32_t>(p.m - first) || column >= p.n) return;
-  uint16_t* out = static_cast<uint16_t*>(p.c) + row * p.ldc + column;
+  return v;
+}
+
+template <Store kStore> MC_DEVICE void store_columns(const GemmParams& p, uint16_t* out, int column, U32x2 v) {
   if (kStore == Store::kVectors || (kStore == Store::kEither && p.vector_store)) {
     st_global_u32x2(out, v);
   } else {
@@ -56,6 +55,42 @@ MC_DEVICE void store_atom(const GemmParams& p, const float* d, const ColumnFacto
     for (int i = 0; i < 4; ++i)
       if (column + i < p.n) st_global_u16(out + i, e[i]);
   }
+}
+
+// Atoms below one another, 8 rows each from row0 on, but no rows below `first`: what they share is computed once.
+template <Store kStore> struct AtomStores {
+  const GemmParams& p;
+  int column;
+  uint32_t row, rows;  // of this lane, and how many there are: both from `first` on
+  uint16_t* out;
+  int64_t stride;  // of an atom
+
+  MC_DEVICE AtomStores(const GemmParams& params, int row0, int first, int atom_column, int lane) : p(params) {
+    column = atom_column + (lane & 3) * 4;
+    row = static_cast<uint32_t>(row0 + (lane >> 2) - first);
+    rows = column < p.n ? static_cast<uint32_t>(p.m - first) : 0u;
+    out = static_cast<uint16_t*>(p.c) + (row0 + (lane >> 2)) * p.ldc + column;
+    stride = 8 * p.ldc;
+    forget(out);  // or the compiler multiplies by ldc again for each atom
+    forget(stride);
+  }
+  MC_DEVICE void skip() {
+    row += 8;
+    out += stride;
+  }
+  MC_DEVICE void store(U32x2 v) {
+    if constexpr (kStore == Store::kVectors) st_global_u32x2_if(row < rows, out, v);
+    else if (row < rows) store_columns<kStore>(p, out, column, v);
+    skip();
+  }
+};
+
+// Sums d of an atom to C rows row0 .. row0 + 7.
+template <class E> MC_DEVICE void store_atom(const GemmParams& p, const float* d, const ColumnFactors& f, int row0, int atom_column, int lane) {
+  const U32x2 v = finish_atom<E>(d, f);
+  const int row = row0 + (lane >> 2), column = atom_column + (lane & 3) * 4;
+  if (row >= p.m || column >= p.n) return;
+  store_columns<Store::kEither>(p, static_cast<uint16_t*>(p.c) + row * p.ldc + column, column, v);
 }
 
 }  // namespace marlin_cutlass

@@ -7,6 +7,14 @@
 
 namespace marlin_cutlass {
 
+// Lanes of a warp that report a stage as read. compute-sanitizer's racecheck follows an arrival only for the lane that makes it: kernels built with
+// MC_RACECHECK have all of them arrive.
+#ifdef MC_RACECHECK
+constexpr int kReleaseLanes = 32;
+#else
+constexpr int kReleaseLanes = 1;
+#endif
+
 template <class Element_, int kGroupSize_, bool kZeros_, int kMTile_, int kNSm_, int kKSm_, int kWarpgroupsN_, int kWarpgroupsK_,
           int kStages_, Decomposition kDecomposition_, int kSplit_, int kCtasPerSm_, int kMulticast_, bool kSparse_ = false>
 struct HopperConfig {
@@ -52,6 +60,8 @@ struct HopperConfig {
   static constexpr int kMinBlocks = kMoveRegisters ? 1 : 0;
   // A warpgroup holds the stage it reads and the one before; with fewer stages it must drain before it releases.
   static constexpr bool kLookahead = kStages >= 2 * kWarpgroupsK;
+
+  static constexpr int kReleases = 4 * kReleaseLanes;  // arrivals of a warpgroup that has read a stage
 
   // Shared memory: activations (1024-byte aligned for the swizzle), weights, reduction buffers, barriers.
   static constexpr int kActivationBytes = kMTile * kKSm * 2;             // of one stage: [k_sm / 64][m_tile][128 bytes]

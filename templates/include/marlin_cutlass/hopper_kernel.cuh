@@ -11,14 +11,12 @@
 
 namespace marlin_cutlass {
 
-constexpr int kBarriersReady = 8;  // named barrier: the mbarriers may be used
-
-// By one thread: 20 cycles a barrier; a barrier a lane takes 60.
+// By one thread: 20 cycles a barrier; a barrier a lane takes 60. A consumer's, so that the producers meanwhile find out where their first copies are.
 template <class C> MC_DEVICE void initialise_barriers(smem_addr_t base, uint32_t rank) {
   if (base & 1023u) trap();  // the swizzle is a function of the address
   for (int s = 0; s < C::kStages; ++s) {
     mbarrier_init(C::full(base, s), 2);                       // weights and activations
-    mbarrier_init(C::empty(base, s), 4 * C::kWarpgroupsN);    // the warps of one k group
+    mbarrier_init(C::empty(base, s), C::kReleases * C::kWarpgroupsN);  // of one k group
   }
   if constexpr (C::kCluster)
     for (int w = 0; w < C::kWarpgroupsN; ++w) mbarrier_init(C::received(base, w), 1);
@@ -43,11 +41,22 @@ template <class C> MC_DEVICE int atom_column(int first_block, int warpgroup_n, i
 // Row block `r` of row tile `m`.
 template <class C, Store kStore>
 MC_DEVICE void store_rows_as(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int m, int column, uint32_t rank) {
-  const int lane = lane_index(), row = C::first_row(p, m);
+  constexpr int kAtoms = C::kMTile / 8, kOwners = C::kCluster ? C::kSplit : 1;
+  AtomStores<kStore> atoms(p, C::first_row(p, m), m * C::kMTile, column, lane_index());
 #pragma unroll
-  for (int i = 0; i < C::kMTile / 8; ++i)
-    if (owns_chunk<C>(r * (C::kMTile / 8) + i, rank))
-      store_atom<typename C::Element, kStore>(p, &loop.acc[r][4 * i], f, row + 8 * i, column, lane, m * C::kMTile);
+  for (int owner = 0; owner < kOwners; ++owner) {
+    if (C::kCluster && owner != static_cast<int>(rank)) continue;
+    // All transposes ahead of the stores: they have a latency of some 30 cycles.
+    U32x2 v[kAtoms];
+#pragma unroll
+    for (int i = 0; i < kAtoms; ++i)
+      if (kOwners == 1 || chunk_owner<C>(r * kAtoms + i) == owner) v[i] = finish_atom<typename C::Element>(&loop.acc[r][4 * i], f);
+#pragma unroll
+    for (int i = 0; i < kAtoms; ++i) {
+      if (kOwners == 1 || chunk_owner<C>(r * kAtoms + i) == owner) atoms.store(v[i]);
+      else atoms.skip();
+    }
+  }
 }
 // One path for each kind of store: what runs is half as long, and comes from instruction memory cold.
 template <class C>
@@ -102,7 +111,9 @@ template <class C> MC_DEVICE void consume_hybrid(const GemmParams& p, smem_addr_
   const int passes = typename C::Hybrid{p}.passes();
 #pragma unroll 1
   for (int index = 0; index < passes; ++index) {
-    int left = typename C::Hybrid{p}.pass(block_index(), index).steps;
+    const HybridPass pass = typename C::Hybrid{p}.pass(block_index(), index);
+    const int m = pass.m;
+    int left = pass.steps;
 #pragma unroll 1
     for (int item = 0; item < 2; ++item) {
       Segment s = hybrid_item<C>(p, index, item);
@@ -110,10 +121,12 @@ template <class C> MC_DEVICE void consume_hybrid(const GemmParams& p, smem_addr_
       const ColumnFactors factors = load_column_scales(p, atom_column<C>(s.tile, 0, 0), lane_index());
       loop.run(s.k_end - s.k_begin);
       left -= s.k_end - s.k_begin;
-      forget(index);  // computed again rather than kept in registers, or spilled, through the main loop
-      s = hybrid_item<C>(p, index, item);
-      if (reduce_shares<C>(p, loop.acc, base, s, index, warp_index() >> 2))
-        store_rows<C>(p, loop, factors, 0, typename C::Hybrid{p}.pass(block_index(), index).m, atom_column<C>(s.tile, 0, 0), 0);
+      if (s.k_begin != 0 || s.k_end != p.k_steps) {
+        forget(index);  // computed again rather than kept in registers, or spilled, through the main loop
+        s = hybrid_item<C>(p, index, item);
+        if (!reduce_shares<C>(p, loop.acc, base, s, index, warp_index() >> 2)) continue;
+      }
+      store_rows<C>(p, loop, factors, 0, m, atom_column<C>(s.tile, 0, 0), 0);
     }
     loop.skip(left);
     // A slot that left stages out must not look at a barrier that is still a phase behind.
@@ -125,29 +138,20 @@ template <class C> MC_DEVICE typename C::Work work_of(const GemmParams& p, uint3
   return typename C::Work(p, block_index(), static_cast<int>(rank));
 }
 
-// The warp that streams weights makes the barriers and goes on at once: its copies are the first thing that the launch can wait for.
 template <class C> MC_DEVICE void weights_warp(const GemmParams& p, smem_addr_t base, uint32_t rank) {
-  const bool leader = elect_one();
-  if (leader) initialise_barriers<C>(base, rank);
-  warp_sync();
-  if constexpr (C::kInCluster) cluster_arrive();
-  named_barrier_arrive(kBarriersReady, C::kThreads);
   if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
-  if (leader) {
-    if constexpr (C::kDecomposition == Decomposition::kHybrid) produce_weights_hybrid<C>(p, base);
-    else produce_weights<C>(p, base, work_of<C>(p, rank));
-  }
+  if constexpr (C::kDecomposition == Decomposition::kHybrid) produce_weights_hybrid<C>(p, base);
+  else produce_weights<C>(p, base, work_of<C>(p, rank));
   warp_sync();
   if constexpr (C::kInCluster) cluster_wait_unaligned();
 }
 
 template <class C> MC_DEVICE void activations_warp(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, uint32_t rank) {
   if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
-  if constexpr (C::kMulticast > 1) cluster_wait_unaligned();  // the other CTAs' barriers exist
-  if (elect_one()) {
-    if constexpr (C::kDecomposition == Decomposition::kHybrid) produce_activations_hybrid<C>(p, map_a, base);
-    else produce_activations<C>(p, map_a, base, work_of<C>(p, rank));
-  }
+  if (lane_index() == 0) tensor_map_prefetch(&map_a);
+  warp_sync();
+  if constexpr (C::kDecomposition == Decomposition::kHybrid) produce_activations_hybrid<C>(p, map_a, base);
+  else produce_activations<C>(p, map_a, base, work_of<C>(p, rank));
   warp_sync();
   if constexpr (C::kCluster) cluster_wait_unaligned();
 }
@@ -166,12 +170,14 @@ template <class C> MC_DEVICE void hopper_gemm(const TensorMap& map_a, const Gemm
   const uint32_t rank = C::kCluster ? cluster_rank() : 0u;
   const int warp = warp_index();
   launch_dependents();
-  if (warp == kWeightsWarp) return weights_warp<C>(p, base, rank);
-  if (thread_index() == C::kConsumerThreads + 32) tensor_map_prefetch(&map_a);
-  warp_sync();
+  if (warp == 0) {
+    if (elect_one()) initialise_barriers<C>(base, rank);
+    warp_sync();
+  }
   if constexpr (C::kInCluster) cluster_arrive();
-  named_barrier_sync(kBarriersReady, C::kThreads);
+  if (warp == kWeightsWarp) return weights_warp<C>(p, base, rank);
   if (warp == kWeightsWarp + 1) return activations_warp<C>(p, map_a, base, rank);
+  wait_for_barriers<C>();
   if (warp > kWeightsWarp) return idle_warp<C>();
   if constexpr (C::kMoveRegisters) registers_increase<C::kConsumerRegisters>();
   if constexpr (C::kMulticast > 1) cluster_wait();

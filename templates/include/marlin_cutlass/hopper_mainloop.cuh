@@ -86,8 +86,9 @@ template <class C> struct HopperMainloop {
     }
   }
 
+  // One lane for its warp: a warp-wide wgmma, which consumed what the lanes read, has ordered them. (A __syncwarp here makes ptxas serialise wgmma, C7513.)
   MC_DEVICE void release(int stage) {
-    if (lane_index() == 0) mbarrier_arrive(C::empty(base_, stage));
+    if (kReleaseLanes > 1 || lane_index() == 0) mbarrier_arrive(C::empty(base_, stage));
   }
   MC_DEVICE void release_held() {
     if (held_ >= 0) release(held_);

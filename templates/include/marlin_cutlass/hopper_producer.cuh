@@ -6,6 +6,9 @@
 
 namespace marlin_cutlass {
 
+constexpr int kBarriersReady = 8;  // named barrier: the mbarriers may be used
+template <class C> MC_DEVICE void wait_for_barriers() { named_barrier_sync(kBarriersReady, C::kThreads); }
+
 // Address of stage `step` of a column block.
 template <class C> MC_DEVICE const uint8_t* block_source(const GemmParams& p, int block, int step) {
   constexpr uint32_t kUnit = 128;  // blocks are multiples of 128 bytes: 32-bit arithmetic reaches 256 GiB
@@ -27,12 +30,17 @@ template <class C> MC_DEVICE void wait_for_weight_stage(smem_addr_t base, const 
   wait_for_stage<C>(base, ring);
 }
 
+// By a whole warp; one lane of it goes on. Where the first stage lies is found out while another warp makes the barriers.
 template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& p, smem_addr_t base, Loop loop) {
   const uint64_t policy = evict_first_policy();
   RingPosition<C::kStages> ring;
-  Segment s;
-  while (loop.next(s)) {
-    const int first_block = C::first_block(tile_index(p, s.tile).n);
+  Segment s{};
+  bool more = loop.next(s);
+  int first_block = C::first_block(tile_index(p, s.tile).n);
+  forget(first_block);
+  wait_for_barriers<C>();
+  if (!elect_one()) return;
+  while (more) {
     for (int step = s.k_begin; step < s.k_end; ++step) {
       wait_for_weight_stage<C>(base, ring);
       const smem_addr_t full = C::full(base, ring.stage);
@@ -45,6 +53,8 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
       }
       ring.advance();
     }
+    more = loop.next(s);
+    first_block = C::first_block(tile_index(p, s.tile).n);
   }
 }
 
@@ -79,18 +89,30 @@ MC_DEVICE void load_activations(const TensorMap& map_a, smem_addr_t base, const 
   }
 }
 
+// The other CTAs of the cluster have barriers, too.
+template <class C> MC_DEVICE bool activations_leader() {
+  wait_for_barriers<C>();
+  if constexpr (C::kMulticast > 1) cluster_wait_unaligned();
+  return elect_one();
+}
+
 template <class C, class Loop>
 MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, Loop loop) {
-  wait_for_previous_grid();
   const int rows = C::rows_loaded(p);
   RingPosition<C::kStages> ring;
-  Segment s;
-  while (loop.next(s)) {
-    const int row = C::first_row(p, tile_index(p, s.tile).m);
+  Segment s{};
+  bool more = loop.next(s);
+  int row = C::first_row(p, tile_index(p, s.tile).m);
+  forget(row);
+  if (!activations_leader<C>()) return;
+  wait_for_previous_grid();
+  while (more) {
     for (int step = s.k_begin; step < s.k_end; ++step) {
       load_activations<C>(map_a, base, ring, row, rows, step);
       ring.advance();
     }
+    more = loop.next(s);
+    row = C::first_row(p, tile_index(p, s.tile).m);
   }
 }
 
@@ -98,16 +120,21 @@ MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, 
 template <class C> MC_DEVICE void produce_weights_hybrid(const GemmParams& p, smem_addr_t base) {
   const uint64_t policy = evict_first_policy();
   RingPosition<C::kStages> ring;
+  const typename C::Hybrid schedule{p};
+  HybridPass pass = schedule.pass(block_index(), 0);
+  forget(pass.start);
+  forget(pass.shared);
+  wait_for_barriers<C>();
+  if (!elect_one()) return;
 #pragma unroll 1
-  for (int index = 0; index < typename C::Hybrid{p}.passes(); ++index) {
-    const HybridPass pass = typename C::Hybrid{p}.pass(block_index(), index);
+  for (int index = 0; index < schedule.passes();) {
     int step = pass.start;
 #pragma unroll 1
     for (int j = 0; j < pass.steps; ++j) {
       wait_for_weight_stage<C>(base, ring);
       const smem_addr_t full = C::full(base, ring.stage), empty = C::empty(base, ring.stage);
       const int blocks = pass.whole + (j < pass.length0 + pass.length1);
-      if (blocks < C::kColumnBlocks) mbarrier_arrive_many(empty, 4 * (C::kColumnBlocks - blocks));
+      if (blocks < C::kColumnBlocks) mbarrier_arrive_many(empty, C::kReleases * (C::kColumnBlocks - blocks));
       mbarrier_arrive_expect(full, blocks * C::kBlockRowBytes);
       smem_addr_t dst = base + C::kWeightOffset + ring.stage * C::kWeightBytes;
 #pragma unroll 1
@@ -119,16 +146,20 @@ template <class C> MC_DEVICE void produce_weights_hybrid(const GemmParams& p, sm
       if (++step == p.k_steps) step = 0;
       ring.advance();
     }
+    pass = schedule.pass(block_index(), ++index);
   }
 }
 
 template <class C> MC_DEVICE void produce_activations_hybrid(const GemmParams& p, const TensorMap& map_a, smem_addr_t base) {
-  wait_for_previous_grid();
   const int rows = C::rows_loaded(p);
   RingPosition<C::kStages> ring;
+  const typename C::Hybrid schedule{p};
+  HybridPass pass = schedule.pass(block_index(), 0);
+  forget(pass.start);
+  if (!activations_leader<C>()) return;
+  wait_for_previous_grid();
 #pragma unroll 1
-  for (int index = 0; index < typename C::Hybrid{p}.passes(); ++index) {
-    const HybridPass pass = typename C::Hybrid{p}.pass(block_index(), index);
+  for (int index = 0; index < schedule.passes();) {
     const int row = C::first_row(p, pass.m);
     int step = pass.start;
 #pragma unroll 1
@@ -137,6 +168,7 @@ template <class C> MC_DEVICE void produce_activations_hybrid(const GemmParams& p
       if (++step == p.k_steps) step = 0;
       ring.advance();
     }
+    pass = schedule.pass(block_index(), ++index);
   }
 }
 

@@ -28,6 +28,10 @@ MC_DEVICE int warp_index() { return __shfl_sync(0xffffffffu, static_cast<int>(th
 MC_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 // Hides from the compiler what it knows of x.
 template <class T> MC_DEVICE void forget(T& x) { asm volatile("" : "+r"(x)); }
+template <class T> MC_DEVICE void forget(T*& x) { asm volatile("" : "+l"(x)); }
+template <> MC_DEVICE void forget(int64_t& x) { asm volatile("" : "+l"(x)); }
+// a / b to some 2^-22, for b from 2^-126 to 2^126.
+MC_DEVICE float approximate_quotient(float a, float b) { return __fdividef(a, b); }
 MC_DEVICE void block_sync() { __syncthreads(); }
 MC_DEVICE void warp_sync() { __syncwarp(); }
 // Barrier `id` (1..15) among `threads` threads.
@@ -85,6 +89,11 @@ template <> MC_DEVICE float ld_global_element<BF16>(const void* base, int64_t in
 // Two packed elements to 4 bytes / four to 8 bytes at an aligned address; one element (low half of v) at any element address.
 MC_DEVICE void st_global_u32(void* p, uint32_t v) { *static_cast<uint32_t*>(p) = v; }
 MC_DEVICE void st_global_u32x2(void* p, U32x2 v) { *static_cast<U32x2*>(p) = v; }
+// By a predicate, not a branch: what it stores and where is computed ahead, for many stores at once.
+MC_DEVICE void st_global_u32x2_if(bool condition, void* p, U32x2 v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v2.b32 [%1], {%2, %3};\n}" ::"r"(static_cast<int>(condition)), "l"(p),
+               "r"(v.x), "r"(v.y) : "memory");
+}
 MC_DEVICE void st_global_u16(void* p, uint32_t v) { *static_cast<uint16_t*>(p) = static_cast<uint16_t>(v); }
 // Through L2 only: partial sums exchanged between CTAs.
 MC_DEVICE F32x4 ld_global_cg_f32x4(const float* p) {

@@ -40,6 +40,12 @@ MC_DEVICE bool mbarrier_try_wait(smem_addr_t bar, uint32_t parity) {
       : "=r"(done) : "r"(bar), "r"(parity) : "memory");
   return done;
 }
+// A try lasts up to some microseconds. Under racecheck a kernel takes a thousand times as long.
+#ifdef MC_RACECHECK
+constexpr int kWaitTries = 2000000000;
+#else
+constexpr int kWaitTries = 8000000;
+#endif
 // Waits for the phase of the given parity. The bounded counter with its trap is more than a watchdog: without it ptxas serialises the
 // wgmma around the wait (warning C7512).
 MC_DEVICE void mbarrier_wait(smem_addr_t bar, uint32_t parity) {
@@ -47,7 +53,7 @@ MC_DEVICE void mbarrier_wait(smem_addr_t bar, uint32_t parity) {
   bool done;
   do {
     done = mbarrier_try_wait(bar, parity);
-    if (!done && ++tries > 8000000) trap();
+    if (!done && ++tries > kWaitTries) trap();
   } while (!done);
 }
 MC_DEVICE bool mbarrier_try_wait_cluster(smem_addr_t bar, uint32_t parity) {
@@ -63,7 +69,7 @@ MC_DEVICE void mbarrier_wait_cluster(smem_addr_t bar, uint32_t parity) {
   bool done;
   do {
     done = mbarrier_try_wait_cluster(bar, parity);
-    if (!done && ++tries > 8000000) trap();
+    if (!done && ++tries > kWaitTries) trap();
   } while (!done);
 }
 

@@ -36,6 +36,7 @@ MC_DEVICE int lane_index() { return emu_thread->thread & 31; }
 MC_DEVICE int warp_index() { return emu_thread->thread >> 5; }
 MC_DEVICE uint32_t uniform(uint32_t x) { return emu_shuffle(x, 0); }
 template <class T> MC_DEVICE void forget(T&) {}
+MC_DEVICE float approximate_quotient(float a, float b) { return a / b; }
 MC_DEVICE void block_sync() { emu_block_sync(); }
 MC_DEVICE void warp_sync() { emu_warp_sync(); }
 MC_DEVICE void named_barrier_sync(int id, int threads) { emu_named_barrier_sync(id, threads); }
@@ -82,6 +83,9 @@ template <class E> MC_DEVICE float ld_global_element(const void* base, int64_t i
 }
 MC_DEVICE void st_global_u32(void* p, uint32_t v) { emu_st_global(p, 4, &v); }
 MC_DEVICE void st_global_u32x2(void* p, U32x2 v) { emu_st_global(p, 8, &v); }
+MC_DEVICE void st_global_u32x2_if(bool condition, void* p, U32x2 v) {
+  if (condition) st_global_u32x2(p, v);
+}
 MC_DEVICE void st_global_u16(void* p, uint32_t v) { emu_st_global(p, 2, &v); }
 MC_DEVICE F32x4 ld_global_cg_f32x4(const float* p) {
   F32x4 v;
