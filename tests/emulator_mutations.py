@@ -276,7 +276,7 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "weight column past the edge",
-        *(PRODUCER, ": p.n_blocks - 1;", ": first_block + i;"),
+        *(PRODUCER, ": p.n_blocks - 1;", ": first + i;"),
         *(HOPPER, "bounds"),
     ),
     _one(

@@ -16,17 +16,37 @@ template <class C> MC_DEVICE const uint8_t* block_source(const GemmParams& p, in
   return p.weight + static_cast<uint64_t>(index * (C::kBlockBytes / kUnit)) * kUnit;
 }
 
+// Where the next stage of each column block of a tile lies.
+template <class C> struct BlockSources {
+  const uint8_t* at[C::kColumnBlocks];
+
+  MC_DEVICE void find(const GemmParams& p, const Segment& s) {
+    const int first = C::first_block(tile_index(p, s.tile).n);
+#pragma unroll
+    for (int i = 0; i < C::kColumnBlocks; ++i) {
+      const int block = first + i < p.n_blocks ? first + i : p.n_blocks - 1;  // past the edge: read, never stored
+      at[i] = block_source<C>(p, block, s.k_begin);
+      forget(at[i]);  // here, ahead of the wait for the barriers
+    }
+  }
+  MC_DEVICE const uint8_t* next(int i) {
+    const uint8_t* source = at[i];
+    at[i] += C::kBlockRowBytes;
+    return source;
+  }
+};
+
 // Until a stage is free to be filled, for the first time or again. Weights do not depend on the previous kernel and start before it has ended; once
 // the ring is full their warp sleeps until then, so that a long previous kernel is not mistaken for a stuck pipeline.
 //
-// The first filling needs no wait, but its 350 cycles a stage pace the requests: without it the later stages of all SMs get in the way of the first
-// ones (H200: 2-4 % more time from 16 rows on, 4 % less at 8 rows and 4096 x 4096 in a PDL chain).
+// The first filling needs no wait, but its 300 cycles a stage pace the requests: without it the later stages of all SMs get in the way of the first
+// ones (H200: up to 9 % more time), and twice as slow is too slow (8-14 %) but for the large stages of kPacedStart.
 template <class C> MC_DEVICE void wait_for_stage(smem_addr_t base, const RingPosition<C::kStages>& ring) {
-  if (C::kMTile == 8 && !ring.reused) return;
   mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
 }
 template <class C> MC_DEVICE void wait_for_weight_stage(smem_addr_t base, const RingPosition<C::kStages>& ring) {
   if (ring.stage == 0 && ring.phase == 1) wait_for_previous_grid();  // cheap once that grid has ended
+  if (C::kPacedStart && !ring.reused && ring.stage > 0) spin(500);
   wait_for_stage<C>(base, ring);
 }
 
@@ -34,27 +54,24 @@ template <class C> MC_DEVICE void wait_for_weight_stage(smem_addr_t base, const 
 template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& p, smem_addr_t base, Loop loop) {
   const uint64_t policy = evict_first_policy();
   RingPosition<C::kStages> ring;
+  BlockSources<C> from;
   Segment s{};
   bool more = loop.next(s);
-  int first_block = C::first_block(tile_index(p, s.tile).n);
-  forget(first_block);
+  from.find(p, s);
   wait_for_barriers<C>();
   if (!elect_one()) return;
   while (more) {
-    for (int step = s.k_begin; step < s.k_end; ++step) {
+    for (int left = s.k_end - s.k_begin; left > 0; --left) {
       wait_for_weight_stage<C>(base, ring);
       const smem_addr_t full = C::full(base, ring.stage);
       mbarrier_arrive_expect(full, C::kColumnBlocks * C::kBlockRowBytes);
       const smem_addr_t dst = base + C::kWeightOffset + ring.stage * C::kWeightBytes;
 #pragma unroll
-      for (int i = 0; i < C::kColumnBlocks; ++i) {
-        const int block = first_block + i < p.n_blocks ? first_block + i : p.n_blocks - 1;  // past the edge: read, never stored
-        bulk_load(dst + i * C::kBlockRowBytes, block_source<C>(p, block, step), C::kBlockRowBytes, full, policy);
-      }
+      for (int i = 0; i < C::kColumnBlocks; ++i) bulk_load(dst + i * C::kBlockRowBytes, from.next(i), C::kBlockRowBytes, full, policy);
       ring.advance();
     }
     more = loop.next(s);
-    first_block = C::first_block(tile_index(p, s.tile).n);
+    from.find(p, s);
   }
 }
 
@@ -99,6 +116,7 @@ template <class C> MC_DEVICE bool activations_leader() {
 template <class C, class Loop>
 MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, Loop loop) {
   const int rows = C::rows_loaded(p);
+  forget(base);  // kept in a register: computed again it waits for a special register
   RingPosition<C::kStages> ring;
   Segment s{};
   bool more = loop.next(s);

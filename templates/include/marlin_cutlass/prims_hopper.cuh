@@ -73,6 +73,15 @@ MC_DEVICE void mbarrier_wait_cluster(smem_addr_t bar, uint32_t parity) {
   } while (!done);
 }
 
+// Does nothing for so many cycles.
+MC_DEVICE void spin(uint32_t cycles) {
+  uint32_t start, now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(start));
+  do {
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+  } while (now - start < cycles);
+}
+
 // ---- copies that complete on an mbarrier ------------------------------------------------------------------------
 MC_DEVICE uint64_t evict_first_policy() {
   uint64_t policy;
