@@ -29,7 +29,7 @@ WARP_HALVES = 32 * 8  # of a warp's load: 16 bytes a thread
 # short text; of many, those that share an SM must fit its registers. llm_small.py, H200,
 # 2026-11-30, the best of seven tiles or more: GROUP at 8, 32, 128, 192, 256 and 512 programs 3.2,
 # 3.6, 4.6, 5.1, 6.4 and 9.5 us, ONE at 512 and 2048 8.6 and 25.3. One head is a group as well, and
-# few programs are faster so (4.9 at 32).
+# few programs are faster so (ONE's best at 32: 4.9).
 TILES_GROUP = ((256, (128, 4)), (math.inf, (32, 2)))
 TILES_ONE = (*TILES_GROUP[:1], (1056, (16, 1, 2)), (math.inf, (8, 1, 2)))
 
@@ -186,7 +186,7 @@ if triton is not None:
             k, v, top, total, total_v = _one_tile(
                 k, v, q, top, total, total_v, keys, values, first + line, tiles * block, last, dim
             )
-            if tiles == 2:  # noqa: SIM102 (known to the compiler, unlike the next)
+            if tiles == 2:  # noqa: SIM102 (a constant, unlike the next)
                 if first + block < last:
                     k_2, v_2, top, total, total_v = _one_tile(
                         k_2, v_2, q, top, total, total_v, keys, values, first + block + line,

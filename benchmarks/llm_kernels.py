@@ -38,8 +38,8 @@ FORCE_TRITON = False  # also for CPU tensors: Triton's interpreter
 PDL_MODES = ("off", "late", "early")
 _pdl = "auto"
 # Beyond so many rows small kernels that start early hold SMs which the product before still wants:
-# Llama-2-7B, INT4, ms a token, early / late in one run (H200, 2026-11-30, before attention's tiles
-# were chosen): batch 1 1.48 / 1.53, 16 2.07 / 2.13, 64 3.36 / 3.29.
+# Llama-2-7B, INT4, ms a token, early / late in one run (H200, 2026-11-30, with other tiles
+# of attention): batch 1 1.48 / 1.53, 16 2.07 / 2.13, 64 3.36 / 3.29.
 EARLY_ROWS = 32
 
 # A product leaves 4096 registers of an SM free: two warps of up to 64 registers a thread can wait
@@ -303,7 +303,8 @@ def add_norm(x: Tensor | Parts | Pending, residual: Tensor | None, weight: Tenso
     total = torch.empty_like(first) if residual is None else residual
     out = torch.empty_like(first)
     block = triton.next_power_of_2(width)
-    # Values a thread, most warps. Behind a signal one load each: ptxas has a second wait for it.
+    # Values a thread, most warps. Behind a signal one load a thread: between two volatile ones
+    # ptxas waits.
     values, most = (16, 16) if flags is None else (8, 32)
     warps = min(most, max(4, block // (32 * values)))
     other = rest[0] if rest else first

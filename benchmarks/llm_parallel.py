@@ -45,8 +45,10 @@ class Symmetric:
     Two buffers take turns, and a flag per row belongs to each. Neither waits to be free: a rank
     that writes buffer 0 again has completed a norm (or barrier) on buffer 1, so had a signal from
     each peer's, which began when the peer's norm on buffer 0 was complete: sums read, flags
-    cleared. That of one row is enough. The key of a choice needs no turns: between two choices lies
-    a sum, of whichever kind, that a peer takes part in only after it has taken the first key.
+    cleared. That of one row is enough. A recorded step has an even number of sums, or its last and
+    the next replay's first would share a buffer. The key of a choice needs no turns: between two
+    choices lies a sum, of whichever kind, that a peer takes part in only after it has taken the
+    first key.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -122,7 +124,7 @@ def make_reduce(kind: str, world: int, device: torch.device) -> tuple[Reduce | N
 def _agrees(reduce: Symmetric, device: torch.device, m: int = 5, width: int = 512) -> bool:
     """Whether sums and choices equal NCCL's on every rank.
 
-    NCCL's come before all others: the rounds themselves have to keep the ranks apart.
+    NCCL's come before all others: the rounds themselves have to keep the ranks in step.
     """
     rank = dist.get_rank()
     own = torch.Generator(device).manual_seed(1 + rank)
@@ -141,7 +143,7 @@ def _agrees(reduce: Symmetric, device: torch.device, m: int = 5, width: int = 51
         if i % 4 == 2:  # also the barrier of its own, in turn with the norms
             (total,) = kernels.added(total)
         got[i] = kernels.add_norm(total, None, weight, 1e-5)[1]
-        if i % 3 == 0:  # a choice, too, keeps the ranks apart
+        if i % 3 == 0:  # not in each: a choice synchronises as well
             reduce.choose(logits[i], rank * width, ids[i], start, 1)
     right = bool((got.float() - expected).abs().max() <= 1e-2)
     right &= torch.equal(ids[::3], tokens[::3]) and int(start) == len(ids[::3])

@@ -123,7 +123,6 @@ struct WaitList {
 struct ThreadBarrier {  // __syncthreads and bar.sync
   int expected = 0, arrived = 0;
   WaitList waiters;
-  Clock arrivals;  // what those who only arrive had done
 };
 
 struct MBarrier {

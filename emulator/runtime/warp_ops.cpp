@@ -105,18 +105,17 @@ void run_movmatrix(Warp& warp) {
 void run_elect(Warp&) {}
 void run_barrier(Warp&) {}
 
-void run_block_sync(ThreadBarrier& barrier, bool with_current) {
-  // Everything that any participant did is ordered before everything that those who wait do next.
+void run_block_sync(ThreadBarrier& barrier) {
+  // Everything that any participant did is ordered before everything that they do next.
   std::vector<Warp*> warps;
   const auto add = [&](Warp* w) {
     for (Warp* other : warps)
       if (other == w) return;
     warps.push_back(w);
   };
-  if (with_current) add(current().warp);
+  add(current().warp);
   for (Lane* lane : barrier.waiters.lanes) add(lane->warp);
   Clock all;
-  std::swap(all, barrier.arrivals);
   for (Warp* w : warps) join(all, w->clock);
   for (Warp* w : warps) {
     w->clock = all;
@@ -125,34 +124,28 @@ void run_block_sync(ThreadBarrier& barrier, bool with_current) {
   }
 }
 
-// For the whole warp at once: a lane that goes on alone may do much before the others have returned from the instruction.
-void run_arrive(Warp& warp) {
-  join(warp.block->barriers[current().activity.first].arrivals, warp.clock);
-  ++warp.clock[warp.agent];
-}
-
-void barrier_take_part(int id, int threads, bool wait) {
-  converge(wait ? run_barrier : run_arrive);  // bar.sync is aligned: all lanes of a warp take part together
+void barrier_take_part(int id, int threads) {
+  converge(run_barrier);  // bar.sync is aligned: all lanes of a warp take part together
   Block& block = *current().warp->block;
   ThreadBarrier& barrier = block.barriers[id];
   if (barrier.arrived && barrier.expected != threads)
     fail("divergence", "barrier %d is used with %d threads here and with %d by those who wait", id, threads, barrier.expected);
   barrier.expected = threads;
   if (++barrier.arrived == threads) {
-    run_block_sync(barrier, wait);
+    run_block_sync(barrier);
     ++machine.statistics[kStatBlockSync];
     barrier.arrived = 0;
     wake(barrier.waiters);
-  } else if (wait) {
+  } else {
     block_on(barrier.waiters);
   }
 }
 
-void named_barrier(int id, int threads, bool wait) {
+void named_barrier(int id, int threads) {
   if (id < 0 || id >= kNamedBarriers) fail("bounds", "barrier id %d is not in 0..15", id);
   if (threads <= 0 || threads % kWarpSize || threads > machine.launch->threads)
     fail("bounds", "%d threads: must be a multiple of 32 within the block's %d", threads, machine.launch->threads);
-  barrier_take_part(id, threads, wait);
+  barrier_take_part(id, threads);
 }
 
 }  // namespace
@@ -164,17 +157,12 @@ extern "C" {
 
 void emu_block_sync() {
   EMU_ENTER("block_sync", 0, 0);
-  barrier_take_part(0, machine.launch->threads, true);
+  barrier_take_part(0, machine.launch->threads);
 }
 
 void emu_named_barrier_sync(int id, int threads) {
   EMU_ENTER("named_barrier_sync", id, threads);
-  named_barrier(id, threads, true);
-}
-
-void emu_named_barrier_arrive(int id, int threads) {
-  EMU_ENTER("named_barrier_arrive", id, threads);
-  named_barrier(id, threads, false);
+  named_barrier(id, threads);
 }
 
 void emu_warp_sync() {

@@ -14,7 +14,6 @@ extern EmuThread* emu_thread;  // the CUDA thread that runs now
 // ---- threads and warps
 void emu_block_sync();
 void emu_named_barrier_sync(int id, int threads);
-void emu_named_barrier_arrive(int id, int threads);
 void emu_warp_sync();
 uint32_t emu_shuffle(uint32_t x, int lane);
 uint32_t emu_shuffle_xor(uint32_t x, int mask);

@@ -57,7 +57,7 @@ template <Store kStore> MC_DEVICE void store_columns(const GemmParams& p, uint16
   }
 }
 
-// Atoms below one another, 8 rows each from row0 on, but no rows below `first`: what they share is computed once.
+// Atoms of consecutive groups of 8 rows, from row0 on; rows before `first` are not stored. What the atoms share is computed once.
 template <Store kStore> struct AtomStores {
   const GemmParams& p;
   int column;

@@ -86,7 +86,8 @@ template <class C> struct HopperMainloop {
     }
   }
 
-  // One lane for its warp: a warp-wide wgmma, which consumed what the lanes read, has ordered them. (A __syncwarp here makes ptxas serialise wgmma, C7513.)
+  // One lane for its warp: a warp-wide wgmma, which consumed what the lanes read, has ordered them. (With a __syncwarp here ptxas serialises wgmma,
+  // C7513.)
   MC_DEVICE void release(int stage) {
     if (kReleaseLanes > 1 || lane_index() == 0) mbarrier_arrive(C::empty(base_, stage));
   }

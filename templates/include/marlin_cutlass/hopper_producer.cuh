@@ -39,14 +39,14 @@ template <class C> struct BlockSources {
 // Until a stage is free to be filled, for the first time or again. Weights do not depend on the previous kernel and start before it has ended; once
 // the ring is full their warp sleeps until then, so that a long previous kernel is not mistaken for a stuck pipeline.
 //
-// The first filling needs no wait, but its 300 cycles a stage pace the requests: without it the later stages of all SMs get in the way of the first
-// ones (H200: up to 9 % more time), and twice as slow is too slow (8-14 %) but for the large stages of kPacedStart.
+// The first filling needs no wait, but the wait's 300 cycles a stage pace the requests: without it the later stages of all SMs get in the way of the
+// first ones (H200: up to 9 % more time). 600 cycles a stage cost 8-14 %, except with the large stages of kStartPause.
 template <class C> MC_DEVICE void wait_for_stage(smem_addr_t base, const RingPosition<C::kStages>& ring) {
   mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
 }
 template <class C> MC_DEVICE void wait_for_weight_stage(smem_addr_t base, const RingPosition<C::kStages>& ring) {
   if (ring.stage == 0 && ring.phase == 1) wait_for_previous_grid();  // cheap once that grid has ended
-  if (C::kPacedStart && !ring.reused && ring.stage > 0) spin(500);
+  if (C::kStartPause > 0 && !ring.reused && ring.stage > 0) spin(C::kStartPause);
   wait_for_stage<C>(base, ring);
 }
 
@@ -140,7 +140,7 @@ template <class C> MC_DEVICE void produce_weights_hybrid(const GemmParams& p, sm
   RingPosition<C::kStages> ring;
   const typename C::Hybrid schedule{p};
   HybridPass pass = schedule.pass(block_index(), 0);
-  forget(pass.start);
+  forget(pass.start);  // here, ahead of the wait for the barriers
   forget(pass.shared);
   wait_for_barriers<C>();
   if (!elect_one()) return;

@@ -46,10 +46,6 @@ template <class C> MC_DEVICE bool reduce_k_groups(Accumulators<C>& acc, smem_add
 // ---- CTAs of a cluster ------------------------------------------------------------------------------------------
 // Every CTA finishes a share of the chunks of each warpgroup and receives that share from the others.
 template <class C> MC_DEVICE int chunk_owner(int chunk) { return chunk / C::kOwnedChunks; }
-template <class C> MC_DEVICE bool owns_chunk(int chunk, uint32_t rank) {
-  if constexpr (!C::kCluster) return true;
-  return chunk_owner<C>(chunk) == static_cast<int>(rank);
-}
 template <class C> MC_DEVICE int owned_chunks(int rank) {
   const int left = C::kChunks - rank * C::kOwnedChunks;
   return left < 0 ? 0 : left < C::kOwnedChunks ? left : C::kOwnedChunks;
@@ -126,11 +122,10 @@ template <class C> MC_DEVICE bool reduce_ranges(const GemmParams& p, Accumulator
 // ---- shares of a left-over column block (hybrid) ----------------------------------------------------------------
 // Every sharer of a block hands in its sum and counts; the last one adds all of them, ascending in k, and keeps the result. Nobody waits, so any
 // number of resident CTAs makes progress. One counter per CTA and pass, that of the block's first sharer; two slots, since a CTA can hold the
-// end of one block and the start of the next.
+// end of one block and the start of the next. `s` is a part of a block's k range.
 template <class C>
 MC_DEVICE bool reduce_shares(const GemmParams& p, Accumulators<C>& acc, smem_addr_t base, const Segment& s, int pass, int group_n) {
   constexpr int kBarrier = 3;
-  if (s.k_begin == 0 && s.k_end == p.k_steps) return true;
   const typename C::Hybrid schedule{p};
   const int thread = thread_index() & 127, first_slot = pass * grid_size(), first = schedule.first_sharer(s.tile);
   auto slot = [&](int c) { return p.partials + (static_cast<int64_t>((first_slot + c) * 2 + (c == first)) * C::kChunks * 128 + thread) * 4; };

@@ -159,11 +159,6 @@ MC_DEVICE uint32_t copy_of(uint32_t x, uint32_t zero) {
   return copy;
 }
 
-// Counts this warp in for barrier `id`, for those who named_barrier_sync: what it wrote is visible behind that.
-MC_DEVICE void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ---- roles and clusters -----------------------------------------------------------------------------------------
 MC_DEVICE bool elect_one() {
   uint32_t elected;
