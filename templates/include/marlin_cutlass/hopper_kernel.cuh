@@ -139,6 +139,7 @@ template <class C> MC_DEVICE typename C::Work work_of(const GemmParams& p, uint3
 }
 
 template <class C> MC_DEVICE void weights_warp(const GemmParams& p, smem_addr_t base, uint32_t rank) {
+  if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
   if constexpr (C::kDecomposition == Decomposition::kHybrid) produce_weights_hybrid<C>(p, base);
   else produce_weights<C>(p, base, work_of<C>(p, rank));
   warp_sync();
@@ -146,6 +147,7 @@ template <class C> MC_DEVICE void weights_warp(const GemmParams& p, smem_addr_t 
 }
 
 template <class C> MC_DEVICE void activations_warp(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, uint32_t rank) {
+  if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
   if (lane_index() == 0) tensor_map_prefetch(&map_a);
   warp_sync();
   if constexpr (C::kDecomposition == Decomposition::kHybrid) produce_activations_hybrid<C>(p, map_a, base);
@@ -154,12 +156,11 @@ template <class C> MC_DEVICE void activations_warp(const GemmParams& p, const Te
   if constexpr (C::kCluster) cluster_wait_unaligned();
 }
 
-// Warps of the producers, `role` 0 and 1. Only whole warpgroups can give registers away: then there are four, two of them idle.
-template <class C> MC_DEVICE void produce(const TensorMap& map_a, const GemmParams& p, smem_addr_t base, uint32_t rank, int role) {
+// A producer warpgroup has four warps, since only whole warpgroups can give registers away. NOTE: each role has its own setmaxnreg, though the PTX
+// ISA wants the same instruction of all warps of a warpgroup (.aligned). In SASS (nvcc 13.0) it is a give-back by each warp for itself, and every
+// variant ran so on an H200; one instruction ahead of the roles makes ptxas serialise wgmma, or turn this wait into a predicated one.
+template <class C> MC_DEVICE void idle_warp() {
   if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
-  if (role == 0) return weights_warp<C>(p, base, rank);
-  if (role == 1) return activations_warp<C>(p, map_a, base, rank);
-  wait_for_barriers<C>();
   if constexpr (C::kInCluster) cluster_wait_unaligned();
 }
 
@@ -174,8 +175,10 @@ template <class C> MC_DEVICE void hopper_gemm(const TensorMap& map_a, const Gemm
     warp_sync();
   }
   if constexpr (C::kInCluster) cluster_arrive();
-  if (warp >= kConsumerWarps) return produce<C>(map_a, p, base, rank, warp - kConsumerWarps);
+  if (warp == kConsumerWarps) return weights_warp<C>(p, base, rank);
+  if (warp == kConsumerWarps + 1) return activations_warp<C>(p, map_a, base, rank);
   wait_for_barriers<C>();
+  if (warp >= kConsumerWarps) return idle_warp<C>();
   if constexpr (C::kMoveRegisters) registers_increase<C::kConsumerRegisters>();
   if constexpr (C::kMulticast > 1) cluster_wait();
   if constexpr (C::kDecomposition == Decomposition::kHybrid) consume_hybrid<C>(p, base);
