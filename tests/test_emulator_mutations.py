@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 from emulator_cases import TOLERANCE, make_case
-from emulator_mutations import MUTATIONS, Mutation, table
+from emulator_mutations import (
+    HOPPER_GROUPS,
+    HOPPER_HYBRID,
+    HOPPER_MULTICAST,
+    HOPPER_SPARSE,
+    MUTATIONS,
+    Edit,
+    Mutation,
+    table,
+)
 
 from emulator import EmulationError
 from emulator.build import INCLUDE, ROOT
@@ -63,3 +72,11 @@ def test_the_same_call_without_a_fault_passes(call: tuple) -> None:
 def test_docs_list_every_fault() -> None:
     assert len(MUTATIONS) >= 20
     assert table() in (ROOT / "docs" / "emulation.md").read_text()
+
+
+@pytest.mark.parametrize("variant", [HOPPER_GROUPS, HOPPER_HYBRID, HOPPER_MULTICAST, HOPPER_SPARSE])
+def test_kernels_built_for_racecheck_do_the_same(variant: str, tmp_path: Path) -> None:
+    every_lane = Edit("hopper_config.cuh", "#ifdef MC_RACECHECK", "#if 1")
+    include = mutated_headers(Mutation("none", (every_lane,), variant, ()), tmp_path)
+    healthy = Mutation("none", (), variant, ())
+    assert [caught_by(healthy, include, seed) for seed in SEEDS] == [None] * len(SEEDS)

@@ -7,7 +7,7 @@
 namespace marlin_cutlass {
 
 constexpr int kBarriersReady = 8;  // named barrier: the mbarriers may be used
-template <class C> MC_DEVICE void wait_for_barriers() { named_barrier_sync(kBarriersReady, C::kThreads); }
+template <class C> MC_DEVICE void wait_for_barriers() { named_barrier_sync_unaligned(kBarriersReady, C::kThreads); }
 
 // Address of stage `step` of a column block.
 template <class C> MC_DEVICE const uint8_t* block_source(const GemmParams& p, int block, int step) {

@@ -159,6 +159,11 @@ MC_DEVICE uint32_t copy_of(uint32_t x, uint32_t zero) {
   return copy;
 }
 
+// named_barrier_sync for warps that take part at different places of the program, which .aligned (bar.sync) rules out.
+MC_DEVICE void named_barrier_sync_unaligned(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- roles and clusters -----------------------------------------------------------------------------------------
 MC_DEVICE bool elect_one() {
   uint32_t elected;

@@ -52,6 +52,7 @@ template <class E, int kN> MC_DEVICE void wgmma_m64k16(float (&d)[kN / 2], const
 }
 
 // ---- roles and clusters -----------------------------------------------------------------------------------------
+MC_DEVICE void named_barrier_sync_unaligned(int id, int threads) { emu_named_barrier_sync(id, threads); }
 MC_DEVICE void spin(uint32_t) {}
 MC_DEVICE uint32_t opaque_zero() { return 0; }
 MC_DEVICE uint32_t copy_of(uint32_t x, uint32_t zero) { return x ^ zero; }
