@@ -56,7 +56,7 @@ TILE_LOOP_SPILL = 128
 HOPPER = (
     # batch 1..8: weights stream, everything else must stay out of their way
     Row("m8_n256k256_w4x1_p4_dp_c1", ALL, "1-8, wide N, every format"),
-    Row("m8_n256k256_w4x1_p5_hybrid_c1", COMMON, "wide N: equal columns", TILE_LOOP_SPILL),
+    Row("m8_n256k256_w4x1_p5_hybrid_c1", COMMON, "1-8, equal columns", TILE_LOOP_SPILL),
     Row("m8_n128k256_w2x2_p8_dp_c1", COMMON, "1-8, two k groups, tiles just under a wave"),
     Row("m8_n128k256_w2x2_p8_streamk_c1", COMMON, "1-8, medium N: equal shares of K"),
     Row("m8_n128k256_w2x2_p8_split2_c1", COMMON, "1-8, medium N: a cluster splits K"),
