@@ -29,9 +29,11 @@ WARP_HALVES = 32 * 8  # of a warp's load: 16 bytes a thread
 # short text; of many, those that share an SM must fit its registers. llm_small.py, H200,
 # 2026-11-30, the best of seven tiles or more: GROUP at 8, 32, 128, 192, 256 and 512 programs 3.2,
 # 3.6, 4.6, 5.1, 6.4 and 9.5 us, ONE at 512 and 2048 8.6 and 25.3. One head is a group as well, and
-# few programs are faster so (ONE's best at 32: 4.9).
-TILES_GROUP = ((256, (128, 4)), (math.inf, (32, 2)))
-TILES_ONE = (*TILES_GROUP[:1], (1056, (16, 1, 2)), (math.inf, (8, 1, 2)))
+# few programs are faster so (ONE's best at 32: 4.9). At 128 programs (128, 8) takes 5.1 in such a
+# chain, where launches overlap; a step of 70B at batch 16 took 6.3 ms with it and 6.4 to 6.6 with
+# (128, 4), though other kernels had changed in between.
+TILES_GROUP = ((32, (128, 4)), (132, (128, 8)), (256, (128, 4)), (math.inf, (32, 2)))
+TILES_ONE = (*TILES_GROUP[:3], (1056, (16, 1, 2)), (math.inf, (8, 1, 2)))
 
 
 if triton is not None:
