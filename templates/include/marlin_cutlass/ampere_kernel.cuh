@@ -67,7 +67,8 @@ template <class C, class Mainloop = AmpereMainloop<C>> MC_DEVICE void ampere_gem
     AmpereEpilogue<C> epilogue(p, tile_index(p, s.tile), share, warp_n, lane);
     cp_async_wait<C::kStages - 1>();
     block_sync();
-    mainloop.begin(slot);
+    mainloop.clear();
+    mainloop.load(slot, 0);
     smem_addr_t used = slot;
     for (int k = s.k_begin; k < s.k_end; ++k) {
       used = slot;

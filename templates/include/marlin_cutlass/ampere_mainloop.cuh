@@ -84,15 +84,16 @@ template <class C, class Reader> class WarpMainloop {
     }
   }
 
-  float acc[C::kFragments][4];
-
- protected:
   MC_DEVICE void clear() {
 #pragma unroll
     for (int f = 0; f < C::kFragments; ++f)
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[f][i] = 0.f;
   }
+
+  float acc[C::kFragments][4];
+
+ protected:
   // The scales of k16 step `step` where it begins a group.
   MC_DEVICE void prepare_scales(int step) {
     if (!Reader::begins_group(step)) return;
@@ -115,12 +116,6 @@ template <class C> class AmpereMainloop : public WarpMainloop<C, AmpereReader<C>
   using typename Base::Dequant;
   using Base::acc;
   using Base::Base;
-
-  // Clears the sums and loads the first batch of a tile.
-  MC_DEVICE void begin(smem_addr_t slot) {
-    Base::clear();
-    load(slot, 0);
-  }
 
   // Loads what batch `batch` of the stage in `slot` needs and the batch before it did not have. Codes and activations of the batch in use stay.
   MC_DEVICE void load(smem_addr_t slot, int batch) {

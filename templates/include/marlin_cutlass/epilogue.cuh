@@ -34,8 +34,8 @@ template <class E> MC_DEVICE void load_column_bias(const GemmParams& p, int atom
   }
 }
 
-// How a lane stores its four neighbouring columns: as GemmParams::vector_store says, or as its caller has found out.
-enum class Store { kEither, kVectors, kElements };
+// How a lane stores its four neighbouring columns (GemmParams::vector_store).
+enum class Store { kVectors, kElements };
 
 // Sums d of 16 columns x 8 activation rows (an m16n8 accumulator) as C takes them. A transpose gives each lane one row and four neighbouring
 // columns: 8 bytes, four lanes a 32-byte sector.
@@ -46,15 +46,11 @@ template <class E> MC_DEVICE U32x2 finish_atom(const float* d, const ColumnFacto
   return v;
 }
 
-template <Store kStore> MC_DEVICE void store_columns(const GemmParams& p, uint16_t* out, int column, U32x2 v) {
-  if (kStore == Store::kVectors || (kStore == Store::kEither && p.vector_store)) {
-    st_global_u32x2(out, v);
-  } else {
-    const uint32_t e[4] = {v.x, v.x >> 16, v.y, v.y >> 16};
+MC_DEVICE void store_elements(const GemmParams& p, uint16_t* out, int column, U32x2 v) {
+  const uint32_t e[4] = {v.x, v.x >> 16, v.y, v.y >> 16};
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (column + i < p.n) st_global_u16(out + i, e[i]);
-  }
+  for (int i = 0; i < 4; ++i)
+    if (column + i < p.n) st_global_u16(out + i, e[i]);
 }
 
 // Atoms of consecutive groups of 8 rows, from row0 on; rows before `first` are not stored. What the atoms share is computed once.
@@ -80,7 +76,7 @@ template <Store kStore> struct AtomStores {
   }
   MC_DEVICE void store(U32x2 v) {
     if constexpr (kStore == Store::kVectors) st_global_u32x2_if(row < rows, out, v);
-    else if (row < rows) store_columns<kStore>(p, out, column, v);
+    else if (row < rows) store_elements(p, out, column, v);
     skip();
   }
 };
@@ -90,7 +86,9 @@ template <class E> MC_DEVICE void store_atom(const GemmParams& p, const float* d
   const U32x2 v = finish_atom<E>(d, f);
   const int row = row0 + (lane >> 2), column = atom_column + (lane & 3) * 4;
   if (row >= p.m || column >= p.n) return;
-  store_columns<Store::kEither>(p, static_cast<uint16_t*>(p.c) + row * p.ldc + column, column, v);
+  uint16_t* out = static_cast<uint16_t*>(p.c) + row * p.ldc + column;
+  if (p.vector_store) st_global_u32x2(out, v);
+  else store_elements(p, out, column, v);
 }
 
 }  // namespace marlin_cutlass

@@ -41,19 +41,19 @@ template <class C> MC_DEVICE int atom_column(int first_block, int warpgroup_n, i
 // Row block `r` of row tile `m`.
 template <class C, Store kStore>
 MC_DEVICE void store_rows_as(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int m, int column, uint32_t rank) {
-  constexpr int kAtoms = C::kMTile / 8, kOwners = C::kCluster ? C::kSplit : 1;
+  constexpr int kAtoms = C::kMTile / 8;
   AtomStores<kStore> atoms(p, C::first_row(p, m), m * C::kMTile, column, lane_index());
 #pragma unroll
-  for (int owner = 0; owner < kOwners; ++owner) {
-    if (C::kCluster && owner != static_cast<int>(rank)) continue;
+  for (int owner = 0; owner < C::kSplit; ++owner) {
+    if (owner != static_cast<int>(rank)) continue;
     // All transposes ahead of the stores: they have a latency of some 30 cycles.
     U32x2 v[kAtoms];
 #pragma unroll
     for (int i = 0; i < kAtoms; ++i)
-      if (kOwners == 1 || chunk_owner<C>(r * kAtoms + i) == owner) v[i] = finish_atom<typename C::Element>(&loop.acc[r][4 * i], f);
+      if (chunk_owner<C>(r * kAtoms + i) == owner) v[i] = finish_atom<typename C::Element>(&loop.acc[r][4 * i], f);
 #pragma unroll
     for (int i = 0; i < kAtoms; ++i) {
-      if (kOwners == 1 || chunk_owner<C>(r * kAtoms + i) == owner) atoms.store(v[i]);
+      if (chunk_owner<C>(r * kAtoms + i) == owner) atoms.store(v[i]);
       else atoms.skip();
     }
   }
@@ -112,7 +112,6 @@ template <class C> MC_DEVICE void consume_hybrid(const GemmParams& p, smem_addr_
 #pragma unroll 1
   for (int index = 0; index < passes; ++index) {
     const HybridPass pass = typename C::Hybrid{p}.pass(block_index(), index);
-    const int m = pass.m;
     int left = pass.steps;
 #pragma unroll 1
     for (int item = 0; item < 2; ++item) {
@@ -126,7 +125,7 @@ template <class C> MC_DEVICE void consume_hybrid(const GemmParams& p, smem_addr_
         s = hybrid_item<C>(p, index, item);
         if (!reduce_shares<C>(p, loop.acc, base, s, index, warp_index() >> 2)) continue;
       }
-      store_rows<C>(p, loop, factors, 0, m, atom_column<C>(s.tile, 0, 0), 0);
+      store_rows<C>(p, loop, factors, 0, pass.m, atom_column<C>(s.tile, 0, 0), 0);
     }
     loop.skip(left);
     // A slot that left stages out must not look at a barrier that is still a phase behind.

@@ -64,12 +64,6 @@ template <class C> class SparseMainloop : public WarpMainloop<C, SparseReader<C>
   using Base::acc;
   using Base::Base;
 
-  // Clears the sums and loads the first batch of a tile.
-  MC_DEVICE void begin(smem_addr_t slot) {
-    Base::clear();
-    load(slot, 0);
-  }
-
   MC_DEVICE void load(smem_addr_t slot, int batch) {
     const int step = batch / C::kRowParts;
     reader_.load_activations(activations_[batch % 2], slot, step, batch % C::kRowParts);
