@@ -23,13 +23,14 @@ from benchmarks.candidates import PEERS, Ours, Weight, parse_peers
 from benchmarks.shapes import DEFAULT_MS, parse_ms, parse_shapes
 from benchmarks.tables import cells, peers_table, plot_peers, show, summary, us_text
 from marlin_cutlass.bench import (
-    METHOD,
+    PAUSE_S,
     Budget,
     Report,
     environment,
     make_problem,
     make_weight,
     measure,
+    method,
 )
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -59,6 +60,7 @@ def run(
     *,
     group_size: int = 128,
     dtype: torch.dtype = torch.float16,
+    pause_s: float = PAUSE_S,
     done: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Measure every (shape, M) cell until the budget is spent; `done` is called after each cell."""
@@ -74,7 +76,7 @@ def run(
             problem = make_problem(m, q, scales, group_size)
             usable = [p for p in ready if p.max_m is None or m <= p.max_m]
             candidates = [c for p in usable for c in p.candidates(problem)]
-            report.results += measure(candidates, problem)
+            report.results += measure(candidates, problem, pause_s=pause_s)
             done(report)
         for provider in ready:
             provider.release()
@@ -109,6 +111,9 @@ def main(
     budget: Annotated[float | None, typer.Option(help="seconds; stops cleanly")] = None,
     dtype: Annotated[str, typer.Option(help="fp16 or bf16")] = "fp16",
     group_size: Annotated[int, typer.Option(help="weight group size")] = 128,
+    pause_ms: Annotated[
+        float, typer.Option(min=0, help="before each replay; 0: the GPU may reach its power limit")
+    ] = PAUSE_S * 1e3,
     json_path: Annotated[Path, typer.Option("--json", help="record")] = Path("results/peers.json"),
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG")] = Path("results/peers.png"),
     replot: Annotated[
@@ -129,7 +134,8 @@ def main(
         return
     if not torch.cuda.is_available():
         raise typer.BadParameter("no GPU here; use --replot with a recorded JSON")
-    report = Report("INT4 x 16-bit GEMM and its peers", environment(), method=METHOD)
+    pause_s = pause_ms / 1e3
+    report = Report("INT4 x 16-bit GEMM and its peers", environment(), method=method(pause_s))
     providers = [Ours(), *available(keys, report)]
 
     def record(partial: Report) -> None:
@@ -144,6 +150,7 @@ def main(
         allowance,
         group_size=group_size,
         dtype=DTYPES[dtype],
+        pause_s=pause_s,
         done=record,
     )
     report.save(json_path)

@@ -3,7 +3,9 @@
 One measurement is one CUDA graph that calls a kernel once per *weight copy*. The copies together
 are more than twice the L2 cache, so every call reads its weight from memory, as decoding does. Gaps
 between kernels are inside the figure: decoding pays them too. Candidates are replayed in turn, so
-that drift of clock and temperature touches them alike, and the median over the replays is kept.
+that drift of clock and temperature touches them alike, and the median over the replays is kept. A
+GPU at its power limit lowers its clock for some 20 ms, so that a candidate behind a hot one would
+look slow: bursts are short, and a pause comes before each.
 Every candidate is checked against an fp32 product before it is timed and once more in a chain.
 """
 
@@ -46,15 +48,25 @@ __all__ = [
 
 REPLAYS = 12  # at least; the median of these is the figure
 MIN_CALLS = 48  # per graph: the cost of starting one replay (2-5 us) must vanish in the mean
+LONG_US = 2000.0  # of a graph: then it does so with fewer calls
+PAUSE_S = 0.006  # before each replay
 MAX_COPIES = 1536  # a weight of 0.1 MB against an L2 of 60 MB; more would only slow the capture
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # a larger relative error is a bug
 
-METHOD = (
-    f"CUDA graph with one call per weight copy (at least {MIN_CALLS} calls), copies > 2x L2 so "
-    f"that weights come from memory; random data; median of {REPLAYS} replays or more, candidates "
-    "interleaved in one process; microseconds per call, gaps between kernels included; each "
-    "candidate validated against fp32 before it is timed and in a chain of calls afterwards"
-)
+
+def method(pause_s: float = PAUSE_S) -> str:
+    """How `measure` measures, for a record."""
+    pause = f"a pause of {pause_s * 1e3:g} ms before each" if pause_s else "without pauses"
+    return (
+        f"CUDA graph with one call per weight copy (at least {MIN_CALLS} calls or "
+        f"{LONG_US / 1e3:g} ms), copies > 2x L2 so that weights come from memory; random data; "
+        f"median of {REPLAYS} replays or more, {pause}, candidates interleaved in one process; "
+        "microseconds per call, gaps between kernels included; each candidate validated against "
+        "fp32 before it is timed and in a chain of calls afterwards"
+    )
+
+
+METHOD = method()
 
 
 class Budget:
@@ -210,9 +222,9 @@ class _Captured:
     times: list[float] = field(default_factory=list)  # us per call, one per replay
 
 
-def capture(calls: Sequence[Callable[[], torch.Tensor]]) -> _Captured:
-    """Record every call, repeated to at least MIN_CALLS, as one CUDA graph."""
-    rounds = -(-MIN_CALLS // len(calls))
+def capture(calls: Sequence[Callable[[], torch.Tensor]], least: int = MIN_CALLS) -> _Captured:
+    """Record every call, repeated to at least `least`, as one CUDA graph."""
+    rounds = -(-least // len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -230,12 +242,22 @@ def capture(calls: Sequence[Callable[[], torch.Tensor]]) -> _Captured:
     return _Captured(graph, rounds * len(calls), out)
 
 
-def replay_interleaved(captured: Sequence[_Captured], replays: int = REPLAYS) -> None:
-    """Replay the graphs in turn, `replays` times after one warm-up round; fills `times`."""
+def least_calls(limit_us: float | None) -> int:
+    """Calls of a graph, each of which takes at least `limit_us` (None: not known)."""
+    return MIN_CALLS if not limit_us else min(MIN_CALLS, max(1, round(LONG_US / limit_us)))
+
+
+def replay_interleaved(
+    captured: Sequence[_Captured], replays: int = REPLAYS, pause_s: float = PAUSE_S
+) -> None:
+    """Replay the graphs in turn, `replays` times after one warm-up round, with a pause before each;
+    fills `times`.
+    """
     if replays < REPLAYS:
         raise ValueError(f"replays={replays} must be at least {REPLAYS}")
     for round_ in range(replays + 1):
         for item in captured:
+            time.sleep(pause_s)
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record()
@@ -255,7 +277,7 @@ def _prepare(candidate: Candidate, problem: Problem, result: Result) -> _Capture
         if result.rel_error > TOLERANCE[out.dtype]:
             result.status = f"wrong: relative error {result.rel_error:.1e}"
             return None
-        return capture(candidate.calls)
+        return capture(candidate.calls, least_calls(result.limit_us))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         result.status = f"failed: {str(error).splitlines()[0][:160]}"
         return None
@@ -276,7 +298,11 @@ def _finish(item: _Captured, problem: Problem, result: Result) -> None:
 
 
 def measure(
-    candidates: Iterable[Candidate], problem: Problem, *, replays: int = REPLAYS
+    candidates: Iterable[Candidate],
+    problem: Problem,
+    *,
+    replays: int = REPLAYS,
+    pause_s: float = PAUSE_S,
 ) -> list[Result]:
     """Validate and time several candidates on one problem, interleaved; one Result for each."""
     name = torch.cuda.get_device_name()
@@ -306,7 +332,7 @@ def measure(
         if item is not None:
             result.calls = item.calls
             captured.append((item, result))
-    replay_interleaved([item for item, _ in captured], replays)
+    replay_interleaved([item for item, _ in captured], replays, pause_s)
     for item, result in captured:
         _finish(item, problem, result)
     return results

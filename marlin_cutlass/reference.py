@@ -2,8 +2,8 @@
 
 The arithmetic is the kernels': a weight is rounded once to the activation dtype with its normalised
 scale, products are summed in fp32, and the column factor and the bias are applied in fp32 before
-the only rounding of the result. Some Hopper kernels with zero points do without the first rounding
-(docs/layout.md) and are that much closer to the exact product.
+the only rounding of the result. Some Hopper kernels do without the first rounding (docs/layout.md)
+and are that much closer to the exact product.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def natural_order(w: PackedWeight, rows: Tensor) -> Tensor:
 
 def dequantize(w: PackedWeight, dtype: torch.dtype | None = None) -> Tensor:
     """The weight as a dense [K, N] tensor in natural row order: bit for bit what a kernel gives for
-    identity activations.
+    identity activations (those for the largest products, to a unit in the last place:
+    docs/layout.md).
 
     dtype: float16 or bfloat16 (the activation dtype whose kernels are meant; default `w.dtype`), or
     float32 for the product of the stored values without rounding to an activation dtype. Raises

@@ -213,7 +213,7 @@ HLOOP, HREDUCE = "hopper_mainloop.cuh", "hopper_reduce.cuh"
 HOPPER_MUTATIONS = (
     _one(
         "fragments overwritten under a wgmma in flight",
-        *(HLOOP, "wgmma_wait<1>();", ""),
+        *(HLOOP, "wgmma_wait<C::kParts>();", ""),
         *(HOPPER, "race"),
     ),
     _one("wgmma_fence missing", *(HLOOP, "wgmma_fence();", ""), *(HOPPER, "wgmma")),
@@ -221,8 +221,8 @@ HOPPER_MUTATIONS = (
         "stage released before its wgmma have finished",
         *(
             HLOOP,
-            "wgmma_commit();",
-            "wgmma_commit(); if (kQuad == kQuads - 1 && held_ < 0) release(stage);",
+            "wgmma_wait<C::kParts>();",
+            "if (kQuad == kQuads - 1 && held_ < 0) release(stage); wgmma_wait<C::kParts>();",
         ),
         *(HOPPER, "race", "mbarrier", "deadlock"),
     ),
@@ -233,7 +233,7 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "wrong k16 step in the descriptor",
-        *(HLOOP, "descriptor + 2 * step", "descriptor + step"),
+        *(HLOOP, "descriptor + 2 * step, accumulate", "descriptor + step, accumulate"),
         *(HOPPER, "values"),
     ),
     _one(

@@ -26,14 +26,16 @@ class Weight:
     col_scale: np.ndarray
     normalised: np.ndarray  # s_n per weight, float32 [k, n]
 
-    def dense(self, dtype: str) -> np.ndarray:
+    def dense(self, dtype: str, rounded: bool = True) -> np.ndarray:
         """Weights as a kernel of activation type `dtype` multiplies them, times the column scale:
-        float64 [k, n]."""
+        float64 [k, n]. Not rounded: without their rounding to that type."""
         zeros = 8 if self.zeros is None else self._per_weight(self.zeros)
         values = (self.codes.astype(np.float64) - zeros) * round_to(self.normalised, dtype).astype(
             np.float64
         )
-        return round_to(values, dtype).astype(np.float64) * self.col_scale[: self.codes.shape[1]]
+        if rounded:
+            values = round_to(values, dtype).astype(np.float64)
+        return values * self.col_scale[: self.codes.shape[1]]
 
     def _per_weight(self, groups: np.ndarray) -> np.ndarray:
         return np.repeat(groups, -(-self.codes.shape[0] // groups.shape[0]), axis=0)[

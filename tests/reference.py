@@ -74,6 +74,31 @@ def kernel_weights(q, scales, zeros=None, *, group_size: int, dtype: str, g_idx=
     return round_to(round_to((q - z) * round_to(stored[index], dtype), dtype) * factor, dtype)
 
 
+def has_running_scale(kernel) -> bool:
+    """Whether a kernel (or Variant) keeps its sums in units of a group's scale (docs/layout.md): a
+    weight is not rounded before the product, and ratios of scales are, to some 2^-22 each."""
+    tile = (kernel.family, kernel.decomposition, kernel.m_tile, kernel.group_size, kernel.dtype)
+    return tile == ("hopper", "data_parallel", 256, 128, "f16")
+
+
+def nearest(out, exact, dtype: str, slack: float = 2.0**-19) -> np.ndarray:
+    """Where `out` is the number of `dtype` nearest to `exact` (float64), or either of two that are
+    about as near: to `slack` of its size."""
+    out, exact = np.asarray(out, np.float64), np.asarray(exact, np.float64)
+    bits, least = (10, -14) if dtype == "float16" else (7, -126)
+    exponent = np.floor(np.log2(np.maximum(np.abs(exact), 2.0**least)))
+    return np.abs(out - exact) <= 2.0 ** (exponent - bits) / 2 + slack * np.abs(exact)
+
+
+def unrounded_weights(q, scales, zeros=None, *, group_size: int, dtype: str) -> np.ndarray:
+    """As kernel_weights, but for the rounding of the products: float64 [K, N]."""
+    q = np.asarray(q, np.float64)
+    index = groups(q.shape[0], group_size)
+    stored, factor = normalised(scales, group_size)
+    z = 8.0 if zeros is None else np.asarray(zeros, np.float64)[index]
+    return (q - z) * round_to(stored[index], dtype) * factor
+
+
 def product(a, w, bias=None) -> np.ndarray:
     """a @ w + bias in float64 over the last dimension of a."""
     result = np.asarray(a, np.float64) @ np.asarray(w, np.float64)

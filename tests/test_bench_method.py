@@ -75,10 +75,10 @@ class FakeGraph:
 def no_gpu(monkeypatch):
     """bench.measure without CUDA: capture keeps the calls, replays take a set time."""
 
-    def capture(calls):
+    def capture(calls, least=bench.MIN_CALLS):
         return bench._Captured(FakeGraph(calls), len(calls), calls[-1]())
 
-    def replay(captured, replays=bench.REPLAYS):
+    def replay(captured, replays=bench.REPLAYS, pause_s=bench.PAUSE_S):
         for index, item in enumerate(captured):
             item.times += [10.0 * (index + 1) + 0.1 * i for i in range(replays)]
 
@@ -133,6 +133,42 @@ def test_an_output_nobody_writes_in_the_chain_is_wrong(no_gpu):
     stale = problem.reference.half()
     (result,) = bench.measure([Candidate("stale", [lambda: stale])], problem)
     assert result.us is None and "chain" in result.status
+
+
+def test_graphs_of_long_calls_have_fewer_of_them():
+    assert bench.least_calls(None) == bench.least_calls(5.0) == bench.MIN_CALLS
+    assert bench.least_calls(100.0) == 20 and bench.least_calls(1e6) == 1
+
+
+def test_the_method_says_whether_there_are_pauses():
+    assert "a pause of 6 ms before each" in bench.METHOD
+    assert "without pauses" in bench.method(0.0)
+
+
+def test_a_pause_comes_before_every_replay(monkeypatch):
+    steps = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self): ...
+
+        def synchronize(self): ...
+
+        def elapsed_time(self, end):
+            return 0.048
+
+    class Graph:
+        def replay(self):
+            steps.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(bench.time, "sleep", steps.append)
+    items = [bench._Captured(Graph(), 48, torch.empty(1)) for _ in range(2)]
+    bench.replay_interleaved(items, pause_s=0.25)
+    assert steps == [0.25, "replay"] * 2 * (bench.REPLAYS + 1)
+    assert all(item.times == [1.0] * bench.REPLAYS for item in items)
 
 
 def test_fewer_replays_than_the_method_says_are_refused():

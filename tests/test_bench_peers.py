@@ -74,7 +74,7 @@ class Provider:
 def cpu_run(monkeypatch):
     """peers.run on CPU tensors, with a measurement that only records the cell."""
 
-    def measure(items, problem):
+    def measure(items, problem, pause_s):
         return [Result(c.name, problem.m, problem.n, problem.k, 128, "float16") for c in items]
 
     props = SimpleNamespace(L2_cache_size=1 << 20)

@@ -162,6 +162,43 @@ def test_repeated_calls_reuse_kernel_plan_and_tensor_map(fake, kernels):
     assert fake.record.encodes == 3
 
 
+def test_many_plans_in_turn_are_each_found_again(fake, kernels):
+    """More shapes and formats than a thread keeps at hand, so that they take each other's place."""
+    kernels("hybrid")
+    fake.compute(False)
+    weights = [weight(k, n, group) for k in (256, 1024) for n in (96, 512) for group in (64, 128)]
+    for _ in range(2):
+        for w in weights:
+            for m in (1, 2, 3, 40):
+                for dtype in (torch.float16, torch.bfloat16):
+                    gemm(torch.empty(m, w.k, dtype=dtype), w)
+                    assert (fake.record.m, fake.record.n, fake.record.k) == (m, w.n, w.k)
+                    form = f"_{'f16' if dtype == torch.float16 else 'bf16'}_g{w.group_size}_"
+                    assert form in fake.last_kernel
+    assert fake.record.launches == 2 * 64
+
+
+def test_every_operand_is_given_back(fake, kernels):
+    """The operators own their arguments: whatever comes of a call, none of them is kept."""
+    kernels("hopper")
+    w, a, bias = weight(act_order=True), torch.randn(2, 256).half(), torch.randn(96)
+    out, wrong = torch.empty(2, 96).half(), torch.randn(2, 128).half()
+    operands = (a, bias, out, wrong, w.packed, w.col_scale, w.perm)
+    before = [tensor._use_count() for tensor in operands]
+    for target in (None, out):
+        gemm(a, w, bias, target)
+        with pytest.raises(ValueError, match="a has shape"):
+            gemm(wrong, w, bias, target)
+        with pytest.raises(ValueError, match="bias has shape"):
+            gemm(a, w, bias[1:], target)
+        fake.fail("cuLaunchKernelEx")
+        with pytest.raises(RuntimeError, match="cuLaunchKernelEx"):
+            gemm(a, w, bias, target)
+        fake.fail("", 0)
+    assert gemm(a, w)._use_count() == 1
+    assert [tensor._use_count() for tensor in operands] == before
+
+
 def test_a_call_waits_while_tables_are_being_registered(fake, kernels):
     """Another thread's first call makes the operators callable before their tables are there."""
     w, a, done = weight(), torch.randn(4, 256).half(), []

@@ -29,25 +29,25 @@ def cases(pattern: str) -> list[dispatch.Kernel]:
     return list(found.values())
 
 
-def weight(kernel: dispatch.Kernel) -> mc.PackedWeight:
+def weight(kernel: dispatch.Kernel, k: int) -> mc.PackedWeight:
     """A random weight of the kernel's format, on the host."""
     group = kernel.group_size
-    rows = 1 if group < 0 else K // group
-    q = torch.randint(0, 16, (K, N), dtype=torch.uint8)
+    rows = 1 if group < 0 else k // group
+    q = torch.randint(0, 16, (k, N), dtype=torch.uint8)
     scales = torch.rand(rows, N).half() * 0.05 + 0.01
     if kernel.sparse:
         from marlin_cutlass.sparse import pack_sparse
 
-        order = torch.rand(K // 4, 4, N).argsort(1).reshape(K, N)
+        order = torch.rand(k // 4, 4, N).argsort(1).reshape(k, N)
         return pack_sparse(torch.where(order < 2, q, 8).to(torch.uint8), scales, group_size=group)
     zeros = torch.randint(0, 17, (rows, N)) if kernel.zeros else None
     return mc.pack(q, scales, zeros, group_size=group)
 
 
-def run(kernel: dispatch.Kernel) -> float:
+def run(kernel: dispatch.Kernel, rows: int | None, k: int) -> float:
     """Two calls, ragged in every direction; the largest error relative to the largest value."""
-    m, w = kernel.m_tile + 3, weight(kernel)
-    a = torch.randn(m, K).to(DTYPES[kernel.dtype])
+    m, w = rows or kernel.m_tile + 3, weight(kernel, k)
+    a = torch.randn(m, k).to(DTYPES[kernel.dtype])
     bias = torch.randn(N).to(a.dtype)
     want = mc.gemm(a, w, bias).float()
     on_device = (a.cuda(), w.cuda(), bias.cuda())
@@ -60,6 +60,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--filter", default="*", help="only kernels whose name matches this glob")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after that")
+    parser.add_argument("--m", type=int, help="rows; default: the row tile and three more")
+    parser.add_argument("--k", type=int, default=K, help="a multiple of 128: fewer for slow tools")
     parser.add_argument("--list", action="store_true", help="print the cases for build.py")
     options = parser.parse_args()
     if options.list:
@@ -72,7 +74,7 @@ def main() -> int:
     for kernel in chosen:
         if time.monotonic() > end:
             break
-        error = run(kernel)
+        error = run(kernel, options.m, options.k)
         done += 1
         wrong += not error < 2e-2
         print(f"{'wrong' if not error < 2e-2 else 'right'} {error:.1e} {kernel.name}", flush=True)

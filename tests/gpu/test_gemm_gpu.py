@@ -40,15 +40,20 @@ every_kernel = pytest.mark.parametrize(
 )
 
 
-@functools.cache
-def weight(k=640, n=200, group_size=128, zeros=False, act_order=False, seed=0) -> mc.PackedWeight:
-    """A random weight; ragged in both directions unless sizes are given."""
+def parts(k: int, n: int, group_size: int, zeros: bool, seed: int = 0):
+    """Random codes [k, n], scales and zero points (or None) [groups, n]."""
     generator = torch.Generator().manual_seed(seed)
     rows = 1 if group_size < 0 else k // group_size
     q = torch.randint(0, 16, (k, n), dtype=torch.uint8, generator=generator)
     z = torch.randint(0, 17, (rows, n), generator=generator) if zeros else None
-    scales = (torch.rand(rows, n, generator=generator) * 0.1 + 0.01).half()
-    order = torch.randperm(k, generator=generator)
+    return q, (torch.rand(rows, n, generator=generator) * 0.1 + 0.01).half(), z
+
+
+@functools.cache
+def weight(k=640, n=200, group_size=128, zeros=False, act_order=False, seed=0) -> mc.PackedWeight:
+    """A random weight; ragged in both directions unless sizes are given."""
+    q, scales, z = parts(k, n, group_size, zeros, seed)
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
     g_idx = (torch.arange(k) // group_size)[order] if act_order else None
     return mc.pack(q, scales, z, group_size=group_size, g_idx=g_idx).to(DEVICE)
 
@@ -81,6 +86,16 @@ def assert_close_to_torch(out: torch.Tensor, a: torch.Tensor, w: mc.PackedWeight
     assert error <= 2 * bound + 1e-6 * exact.norm(), f"{error:.3g} against {bound:.3g} of torch"
 
 
+def assert_nearest(out: torch.Tensor, k: int, n: int, group_size: int, zeros: bool) -> None:
+    """Every weight of `parts` is the nearest number to the exact product of code and scale."""
+    name = str(out.dtype).removeprefix("torch.")
+    exact = reference.unrounded_weights(
+        *parts(k, n, group_size, zeros), group_size=group_size, dtype=name
+    )
+    right = reference.nearest(reference.to_numpy(out), exact, name)
+    assert right.all(), f"{int((~right).sum())} of {right.size} weights are not the nearest"
+
+
 # ---- every built variant ----
 
 
@@ -91,6 +106,9 @@ def test_identity_activations_give_the_dequantized_weight(kernel):
     dtype = DTYPES[kernel.dtype]
     form = (640, 200, kernel.group_size, kernel.zeros)
     out = mc.gemm(torch.eye(640, dtype=dtype, device=DEVICE), weight(*form), kernel=kernel.name)
+    if reference.has_running_scale(kernel):
+        assert_nearest(out, *form)
+        return
     want = dense(dtype, *form)
     assert torch.equal(out, want), f"{int((out != want).sum())} of {want.numel()} weights differ"
 

@@ -3,6 +3,7 @@
 // A code masked in place is a subnormal number of the activation type, so one fused multiply-add gives (q - 8) * s with a single
 // rounding: no integer conversion, no bias subtraction. See docs/layout.md for the bit positions and stored scales.
 #pragma once
+#include <type_traits>
 #include "marlin_cutlass/params.h"
 #include "marlin_cutlass/prims.cuh"
 
@@ -12,12 +13,21 @@ namespace marlin_cutlass {
 struct RowScales {
   uint32_t scale[2];
   uint32_t bias[2];  // symmetric: -8 * scale in weight units; zero points: the zero as a subnormal code
+  uint32_t mask[2];  // Scaling::kRunning: of a code; 0 where the scale is
 };
 
-// kScaleSums: fragments are codes minus zero point, and the scales of a group multiply the fp32 sums over it (factors). Per weight that saves
-// one instruction of two; per group it costs one for each sum, so that it pays for few activation rows.
-template <class E, int kGroupSize, bool kZeros, bool kScaleSums = false> struct Dequantizer {
-  static_assert(!kScaleSums || (kZeros && kGroupSize > 0), "symmetric weights have their scale and offset in one instruction");
+// Where the scales of a group act. Except for kWeights fragments are codes minus zero point and the scales act on fp32 sums (factors).
+enum class Scaling {
+  kWeights,
+  kGroupSums,  // on the sums over a group
+  kRunning,    // on all sums so far, which are in units of the scale: times its ratio to the next group's
+};
+
+template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWeights> struct Dequantizer {
+  static_assert(kScaling == Scaling::kWeights || kGroupSize > 0, "one scale a column acts in the epilogue");
+  static_assert(kScaling != Scaling::kGroupSums || kZeros, "symmetric weights have their scale and offset in one instruction");
+  static_assert(kScaling != Scaling::kRunning || std::is_same<E, F16>::value, "bf16 weights have few bits set as they are");
+  static constexpr bool kScaleSums = kScaling != Scaling::kWeights, kRunning = kScaling == Scaling::kRunning;
   static constexpr bool kGrouped = kGroupSize > 0;
   static constexpr bool kHasEntries = kGrouped || kZeros;
   static constexpr int kGroupsPerBlock = kGrouped ? kBlockDepth / kGroupSize : 1;
@@ -41,12 +51,24 @@ template <class E, int kGroupSize, bool kZeros, bool kScaleSums = false> struct 
     }
   }
 
-  MC_DEVICE static RowScales prepare(Entry e);
+  MC_DEVICE static RowScales prepare(Entry e) {
+    if constexpr (kRunning && !kZeros) e.zeros = 8 << 2 | 8 << 22;  // zero points of 8
+    RowScales s = prepare(e, Tag<E>{});
+    if constexpr (kRunning) {  // sums cannot be in units of nothing: such weights are nothing
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool none = (e.scales & (i == 0 ? 0x00007fffu : 0x7fff0000u)) == 0;
+        s.mask[i] = none ? 0u : code_mask(i);
+        if (none) s.bias[i] = 0u;
+      }
+    }
+    return s;
+  }
 
   // Fragment a[0..3] of m16n8k16 / wgmma from the 8 codes in `w`.
-  MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a);
+  MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a) { fragment(w, s, a, Tag<E>{}); }
 
-  // What the sums over a group are multiplied by, rows r and r + 8: the scale as the activation type holds it, over the unit of the codes.
+  // The scales of sums, rows r and r + 8: as the activation type holds them, over the unit of the codes.
   struct Factors { float row[2]; };
   MC_DEVICE static Factors factors(Entry e) { return factors(e, Tag<E>{}); }
 
@@ -57,6 +79,9 @@ template <class E, int kGroupSize, bool kZeros, bool kScaleSums = false> struct 
     else return fma2<E>(x, scale, bias);
   }
   template <class T> struct Tag {};
+  // Of the codes of rows r and r + 8.
+  MC_DEVICE static uint32_t code_mask(int row) { return row == 0 ? 0x003c003cu : 0x03c003c0u; }
+  MC_DEVICE static uint32_t mask(const RowScales& s, int row) { return kRunning ? s.mask[row] : code_mask(row); }
   // Tensor cores take subnormal fp16 operands as they are; bf16 ones would leave the sums subnormal, so they move to the units 2^-22 and 2^-18.
   MC_DEVICE static uint32_t subtract(uint32_t x, uint32_t, uint32_t bias, Tag<F16>) { return sub2<F16>(x, bias); }
   MC_DEVICE static uint32_t subtract(uint32_t x, uint32_t unit, uint32_t bias, Tag<BF16>) { return fma2<BF16>(x, unit, bias); }
@@ -70,7 +95,7 @@ template <class E, int kGroupSize, bool kZeros, bool kScaleSums = false> struct 
     // Stored scales are s_n * 2^22 and s_n * 2^18; per column s_n is 2^-7 (the column scale acts in the epilogue).
     s.scale[0] = kGrouped ? broadcast_low(e.scales) : 0x78007800u;
     s.scale[1] = kGrouped ? broadcast_high(e.scales) : 0x68006800u;
-    if constexpr (kZeros) {
+    if constexpr (kZeros || kScaleSums) {
       s.bias[0] = broadcast_low(e.zeros);
       s.bias[1] = broadcast_high(e.zeros);
     } else if constexpr (kGrouped) {
@@ -110,10 +135,10 @@ template <class E, int kGroupSize, bool kZeros, bool kScaleSums = false> struct 
   }
   MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a, Tag<F16>) {
     const uint32_t t = rotate_right(w, 8);
-    a[0] = convert(w & 0x003c003cu, s.scale[0], s.bias[0]);
-    a[1] = convert(w & 0x03c003c0u, s.scale[1], s.bias[1]);
-    a[2] = convert(t & 0x003c003cu, s.scale[0], s.bias[0]);
-    a[3] = convert(t & 0x03c003c0u, s.scale[1], s.bias[1]);
+    a[0] = convert(w & mask(s, 0), s.scale[0], s.bias[0]);
+    a[1] = convert(w & mask(s, 1), s.scale[1], s.bias[1]);
+    a[2] = convert(t & mask(s, 0), s.scale[0], s.bias[0]);
+    a[3] = convert(t & mask(s, 1), s.scale[1], s.bias[1]);
   }
   MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a, Tag<BF16>) {
     a[0] = convert(w & 0x003c003cu, s.scale[0], s.bias[0]);
@@ -122,14 +147,5 @@ template <class E, int kGroupSize, bool kZeros, bool kScaleSums = false> struct 
     a[3] = convert(rotate_right(w, 12) & 0x003c003cu, s.scale[1], s.bias[1]);
   }
 };
-
-template <class E, int kGroupSize, bool kZeros, bool kScaleSums>
-MC_DEVICE RowScales Dequantizer<E, kGroupSize, kZeros, kScaleSums>::prepare(Entry e) {
-  return prepare(e, Tag<E>{});
-}
-template <class E, int kGroupSize, bool kZeros, bool kScaleSums>
-MC_DEVICE void Dequantizer<E, kGroupSize, kZeros, kScaleSums>::fragment(uint32_t w, const RowScales& s, uint32_t* a) {
-  fragment(w, s, a, Tag<E>{});
-}
 
 }  // namespace marlin_cutlass

@@ -17,6 +17,7 @@ template <class C> struct HopperMainloop {
   static constexpr int kGroupQuads = C::kGroupSize == 128 ? 2 : 1, kGroups = kQuads / kGroupQuads;
 
   float acc[C::kRowBlocks][C::kMTile / 2];
+  typename D::Factors unit{{1.f, 1.f}};  // kRunningScale: of the sums in acc
 
   MC_DEVICE HopperMainloop(smem_addr_t base, int warpgroup_n, int warpgroup_k) : base_(base) {
     const int warp = warp_index() & 3, lane = lane_index();
@@ -63,7 +64,9 @@ template <class C> struct HopperMainloop {
  private:
   // Scaled sums: a group with sums of zero is what the first group of the tile finds before it.
   MC_DEVICE void begin_sums() {
-    if constexpr (C::kScaleSums) {
+    if constexpr (C::kRunningScale) {
+      clear();  // or ptxas spills sums that are multiplied before the first product replaces them
+    } else if constexpr (C::kScaleSums) {
       clear();
 #pragma unroll
       for (int i = 0; i < C::kMTile / 2; ++i) group_sums_[1][i] = 0.f;
@@ -127,6 +130,7 @@ template <class C> struct HopperMainloop {
     if constexpr (kHalf == 0 || C::kGroupSize == 64 || C::kGroupSize == 32) {
       scales_[0] = D::prepare(entry_next_[0]);
       if constexpr (C::kScaleSums) factors_[kQuad / kGroupQuads % 2] = D::factors(entry_next_[0]);
+      if constexpr (C::kRunningScale) next_unit(D::factors(entry_next_[0]));
       if constexpr (kEntriesPerQuad == 2) scales_[1] = D::prepare(entry_next_[1]);
     }
     const uint32_t places[4] = {places_next_.x, places_next_.y, places_next_.z, places_next_.w};  // sparse only
@@ -147,27 +151,61 @@ template <class C> struct HopperMainloop {
         // and would put the next load into the same register.
         if constexpr (C::kSparse) places_[(kBuffer + b) % 2][s] = copy_of(places[step], zero_);
       }
-      wgmma_fence();
-#pragma unroll
-      for (int s = 0; s < kBatch; ++s) {
-        const int step = b * kBatch + s;
-        if constexpr (C::kScaleSums) {
-          const int add = kQuad % kGroupQuads == 0 && step == 0 ? 0 : 1;
-          multiply(group_sums_[kQuad / kGroupQuads % 2], &fragments[4 * s], 0u, descriptor, step, add);
-        } else {
-          const int add = kDepth == 0 && kHalf == 0 && step == 0 ? accumulate : 1;
-          multiply(acc[kRow], &fragments[4 * s], places_[(kBuffer + b) % 2][s], descriptor, step, add);
-        }
-      }
-      wgmma_commit();
+      issue<kQuad, 0>(b, descriptor, accumulate);
+      if constexpr (C::kParts == 2) issue<kQuad, 1>(b, descriptor, accumulate);
       if (b == 4 / kBatch - 1) {
         if constexpr (kQuad + 1 == kQuads && C::kLookahead) prefetch_next_stage(more);
       }
-      wgmma_wait<1>();
+      wgmma_wait<C::kParts>();
       if (kQuad == 0 && b == 0) release_held();  // every wgmma of the stage before has finished
       if constexpr (C::kScaleSums && kQuad % kGroupQuads == 0) {  // and of the group before
         if (b == 0) add_group<(kQuad / kGroupQuads + kGroups - 1) % kGroups>();
       }
+    }
+  }
+
+  // Batch `b` of a quad: one commit group, of part `kPart` of the rows.
+  template <int kQuad, int kPart> MC_DEVICE void issue(int b, uint64_t descriptor, bool accumulate) {
+    constexpr int kDepth = kQuad / (kHalves * C::kRowBlocks), kRow = kQuad / kHalves % C::kRowBlocks, kHalf = kQuad % kHalves;
+    constexpr int kBatch = C::kBatch, kBuffer = kQuad * (4 / kBatch) % 2;
+    const uint32_t(&fragments)[4 * kBatch] = fragments_[(kBuffer + b) % 2];
+    if constexpr (C::kRunningScale && kHalf == 0) {
+      if (b == 0) change_unit<kPart>();
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < kBatch; ++s) {
+      const int step = b * kBatch + s;
+      if constexpr (C::kRunningScale) {
+        constexpr int kRows = C::kMTile / C::kParts;
+        wgmma_m64k16<typename C::Element, kRows, kPart * kRows / 2>(acc[0], &fragments[4 * s], descriptor + 2 * step + kPart * kRows * 8);
+      } else if constexpr (C::kScaleSums) {
+        const int add = kQuad % kGroupQuads == 0 && step == 0 ? 0 : 1;
+        multiply(group_sums_[kQuad / kGroupQuads % 2], &fragments[4 * s], 0u, descriptor, step, add);
+      } else {
+        const int add = kDepth == 0 && kHalf == 0 && step == 0 ? accumulate : 1;
+        multiply(acc[kRow], &fragments[4 * s], places_[(kBuffer + b) % 2][s], descriptor, step, add);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // Running scale: `unit` becomes the scale of the next group; sums follow by the ratio, those of each part when they are at rest.
+  MC_DEVICE void next_unit(typename D::Factors scale) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float to = scale.row[i] == 0.f ? unit.row[i] : scale.row[i];
+      ratio_.row[i] = approximate_quotient(unit.row[i], to);
+      unit.row[i] = to;
+    }
+  }
+  template <int kPart> MC_DEVICE void change_unit() {
+    constexpr int kSums = C::kMTile / 2 / C::kParts;
+    wgmma_wait<1>();  // the other part's products may run on; ptxas wants to read so here
+#pragma unroll
+    for (int i = kPart * kSums; i < (kPart + 1) * kSums; ++i) {
+      wgmma_pin(acc[0][i]);
+      acc[0][i] *= ratio_.row[i / 2 % 2];
     }
   }
 
@@ -226,7 +264,7 @@ template <class C> struct HopperMainloop {
   typename D::Entry entry_next_[kEntriesPerQuad];
   RowScales scales_[kEntriesPerQuad];
   float group_sums_[2][C::kScaleSums ? C::kMTile / 2 : 1];
-  typename D::Factors factors_[2];
+  typename D::Factors factors_[2], ratio_;
   uint32_t fragments_[2][4 * C::kBatch], places_[2][C::kBatch] = {}, zero_ = 0;
 };
 

@@ -141,13 +141,14 @@ template <int... kIndex> struct Indices {};
 template <int kCount, int... kIndex> struct MakeIndices : MakeIndices<kCount - 1, kCount - 1, kIndex...> {};
 template <int... kIndex> struct MakeIndices<0, kIndex...> { using type = Indices<kIndex...>; };
 
-template <class Atom, int kCount, int... kIndex>
+template <class Atom, int kFirst, int kCount, int... kIndex>
 MC_DEVICE void wgmma_expand(float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate, Indices<kIndex...>) {
-  Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., static_cast<cute::SM90::GMMA::ScaleOut>(accumulate));
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[kFirst + kIndex]..., static_cast<cute::SM90::GMMA::ScaleOut>(accumulate));
 }
 // d[64 x kN] += a[64 x 16] (registers, one row fragment per warp) * b[16 x kN] (shared memory). With accumulate = 0 the product replaces d.
-template <class E, int kN> MC_DEVICE void wgmma_m64k16(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate = 1) {
-  wgmma_expand<typename WgmmaAtom<E, kN>::type>(d, a, b, accumulate, typename MakeIndices<kN / 2>::type{});
+// The sums are d[kFirst] and the kN / 2 - 1 behind it.
+template <class E, int kN, int kFirst = 0, int kCount> MC_DEVICE void wgmma_m64k16(float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate = 1) {
+  wgmma_expand<typename WgmmaAtom<E, kN>::type, kFirst>(d, a, b, accumulate, typename MakeIndices<kN / 2>::type{});
 }
 
 // A zero that no compiler can see: grids are one-dimensional.

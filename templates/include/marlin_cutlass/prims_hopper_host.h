@@ -47,8 +47,8 @@ constexpr uint32_t kDescriptorHigh = 0x40000040u;  // stride offset 64 (x16 byte
 MC_DEVICE uint32_t descriptor_low(smem_addr_t addr) { return (1u << 16) | ((addr & 0x3ffffu) >> 4); }
 MC_DEVICE uint64_t make_descriptor(uint32_t low) { return (static_cast<uint64_t>(kDescriptorHigh) << 32) | low; }
 
-template <class E, int kN> MC_DEVICE void wgmma_m64k16(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate = 1) {
-  emu_wgmma_m64k16(IsBf16<E>::value, kN, d, a, b, accumulate);
+template <class E, int kN, int kFirst = 0, int kCount> MC_DEVICE void wgmma_m64k16(float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate = 1) {
+  emu_wgmma_m64k16(IsBf16<E>::value, kN, d + kFirst, a, b, accumulate);
 }
 
 // ---- roles and clusters -----------------------------------------------------------------------------------------

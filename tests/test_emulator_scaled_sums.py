@@ -1,5 +1,6 @@
-"""Hopper kernels with zero points, which multiply the sums over a group by its scale: against exact
-products, on data where one wrong term or one rounding too many shows.
+"""Hopper kernels whose scales act on sums, those over a group (zero points, few rows) or all so far
+(tiles of 256 rows): against exact products, on data where one wrong term or one rounding too many
+shows.
 
 Not the Frobenius norms of the other emulator tests: bits where sums are exact, and the error of
 each element where they are not.
@@ -26,7 +27,13 @@ from marlin_cutlass.reference import dequantize
 F16 = "w4a16_hopper_f16z_g128_m16_n256k128_w2x1_p4_dp_c1"
 BF16 = "w4a16_hopper_bf16z_g64_m16_n128k128_w2x1_p4_dp_c2"
 K_GROUPS = "w4a16_hopper_f16z_g64_m8_n64k512_w1x4_p4_dp_c1"
+RUNNING = [
+    "w4a16_hopper_f16_g128_m256_n128k128_w2x1_p3_dp_c1_mc2",
+    "w4a16_hopper_f16z_g128_m256_n128k128_w2x1_p3_dp_c1_mc2",
+    "w4a16_hopper_f16_g128_m256_n64k128_w1x1_p3_dp_c1",
+]
 GEOMETRIES = [
+    *RUNNING,
     F16,
     BF16,
     K_GROUPS,
@@ -52,7 +59,10 @@ def random_weight(
         scales = sign * np.exp2(rng.integers(-9, -5, sign.shape))
     q, z = rng.integers(0, 16, (k, n), dtype=np.uint8), rng.integers(0, 17, scales.shape)
     q[::5], q[1::5], z[:, ::3], z[:, 1::3] = 0, 15, 0, 16
-    tensors = (torch.from_numpy(q), torch.from_numpy(scales).float(), torch.from_numpy(z))
+    if not variant.zeros:
+        z[:] = 8
+    zeros = torch.from_numpy(z) if variant.zeros else None
+    tensors = (torch.from_numpy(q), torch.from_numpy(scales).float(), zeros)
     stored, factor = normalised(scales, group)
     stored = round_to(stored, str(DTYPES[variant.dtype]).removeprefix("torch."))
     index = np.arange(k) // group
@@ -83,10 +93,13 @@ SCALES = {
         rng.uniform(-8, -7, shape) - 20 * rng.integers(0, 2, shape)
     ),
     "large": lambda rng, shape: np.exp2(rng.uniform(0, 1, shape)),
+    "of both signs, some 0": lambda rng, shape: (
+        np.exp2(rng.uniform(-9, -5, shape)) * rng.integers(-1, 2, shape)
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [F16, BF16])
+@pytest.mark.parametrize("name", [F16, BF16, *RUNNING])
 @pytest.mark.parametrize("kind", SCALES)
 def test_no_weight_is_rounded_before_the_product(name: str, kind: str) -> None:
     """Each element is the exact sum rounded once, but for what fp32 loses on the way."""
@@ -103,17 +116,33 @@ def test_no_weight_is_rounded_before_the_product(name: str, kind: str) -> None:
     assert (error <= unit * np.abs(want) + 2.0**-18 * magnitude + 2.0**-25).all()
 
 
-def test_partial_sums_beyond_float16() -> None:
-    """fp16 activations of 65504: the sums of a group reach 2^26 and those over half of K 2^31."""
+@pytest.mark.parametrize("name", RUNNING)
+def test_groups_of_scale_zero_are_nothing(name: str) -> None:
+    """All groups of a column, the first, the last: exact zeros, and sums in the unit before."""
+    v = Variant.parse(name)
+    scales = np.random.default_rng(5).choice([0.5, 1.0, -0.25], (5, 72)) * 2.0**-7
+    scales[:, ::4], scales[0, 1::4], scales[-1, 2::4] = 0, 0, 0
+    weight, exact = random_weight(name, 640, 72, scales.astype(np.float32))
+    a = integers(9, 640, DTYPES[v.dtype], seed=4)
+    out = gemm(a, weight, v, sms=2).c
+    assert not out[:, ::4].any()
+    assert torch.equal(out, torch.from_numpy(a.double().numpy() @ exact).to(a.dtype))
+
+
+@pytest.mark.parametrize("name, bits", [(F16, 0), (RUNNING[1], 1)])
+def test_partial_sums_beyond_float16(name: str, bits: int) -> None:
+    """fp16 activations of 65504: the sums of a group reach 2^26 and those over half of K 2^31. The
+    first are exact, the second lose bits of fp32 on the way."""
     k, n = 8192, 72
     q = torch.full((k, n), 15, dtype=torch.uint8)
     q[k // 2 :] = 1
     zeros, scales = torch.full((k // 128, n), 8), torch.full((k // 128, n), 2.0**-7)
     a = torch.full((3, k), 65504.0).half()
-    assert not gemm(a, pack(q, scales, zeros, group_size=128), F16).c.any()
+    out = gemm(a, pack(q, scales, zeros, group_size=128), name).c.double()
+    assert float(out.abs().max()) <= bits * 2.0**-23 * (k // 2 * 65504 * 7 * 2.0**-7)
 
 
-@pytest.mark.parametrize("name", [F16, BF16, K_GROUPS])
+@pytest.mark.parametrize("name", [F16, BF16, K_GROUPS, *RUNNING])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 def test_a_row_that_is_not_finite_stays_alone(name: str, value: float) -> None:
     """The row itself is what IEEE arithmetic makes of it: a weight of 0 turns infinity into NaN."""
@@ -155,15 +184,35 @@ FAULTS = {
         "if (b == 0 && kQuad > 0) add_group",
     ),
     "group begins with the sums of another": ("step == 0 ? 0 : 1;", "step == 0 ? 1 : 1;"),
-    "scales of rows r and r + 8 swapped": ("row[i / 2 % 2]", "row[1 - i / 2 % 2]"),
+    "scales of rows r and r + 8 swapped": (
+        "factors_[kGroup % 2].row[i / 2 % 2]",
+        "factors_[kGroup % 2].row[1 - i / 2 % 2]",
+    ),
     "first row block gets every group": (ROW_BLOCK, "* 0;\n    float("),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_is_caught(fault: str, tmp_path: Path) -> None:
-    include = mutated_headers(Mutation(fault, (Edit(LOOP, *FAULTS[fault]),), F16, ()), tmp_path)
-    weight, exact = random_weight(F16, 640, 328)
-    a = integers(19, 640, torch.float16, seed=0)
-    out = gemm(a, weight, F16, sms=2, include=include).c
+RUNNING_FAULTS = {
+    "unit of a negative scale forgotten": (
+        "unit.row[i] = to;",
+        "if (to > 0.f) unit.row[i] = to;",
+    ),
+    "ratio of rows r and r + 8 swapped": ("ratio_.row[i / 2 % 2]", "ratio_.row[1 - i / 2 % 2]"),
+    "second half of the rows keeps its unit": ("(kPart + 1) * kSums; ++i", "kSums; ++i"),
+    "a part multiplied in every quad": (
+        "C::kRunningScale && kHalf == 0) {\n      if (b == 0)",
+        "C::kRunningScale) {\n      if (b == 0)",
+    ),
+}  # fmt: skip
+PLANTED = [(F16, *x) for x in FAULTS.items()] + [(RUNNING[0], *x) for x in RUNNING_FAULTS.items()]
+
+
+@pytest.mark.parametrize(
+    "name, fault, edit", PLANTED, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_planted_fault_is_caught(name: str, fault: str, edit: tuple, tmp_path: Path) -> None:
+    include = mutated_headers(Mutation(fault, (Edit(LOOP, *edit),), name, ()), tmp_path)
+    weight, exact = random_weight(name, 640, 328)
+    a = integers(Variant.parse(name).m_tile + 3, 640, torch.float16, seed=0)
+    out = gemm(a, weight, name, sms=2, include=include).c
     assert not torch.equal(out, torch.from_numpy(a.double().numpy() @ exact).half())
