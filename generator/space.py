@@ -23,7 +23,7 @@ SYM128: tuple[Format, ...] = (("f16", False, 128), ("bf16", False, 128))
 # What most checkpoints hold: GPTQ's symmetric groups of 128, AWQ's with zero points.
 COMMON: tuple[Format, ...] = (*SYM128, ("f16", True, 128), ("bf16", True, 128))
 LIGHTEST: Format = ("f16", False, -1)
-REST: tuple[Format, ...] = tuple(f for f in ALL if f not in SYM128)
+REST: tuple[Format, ...] = tuple(f for f in ALL if f not in COMMON)
 
 
 @dataclass(frozen=True)
@@ -91,26 +91,37 @@ HOPPER = (
     Row("m32_n64k256_w1x4_p8_split2_c1", COMMON, "17-32, few columns", TILE_LOOP_SPILL),
     Row("m32_n64k256_w1x4_p8_dp_c1", COMMON, "17-32, one 64-wide tile a SM"),
     Row("m32_n64k256_w1x4_p8_streamk_c1", COMMON, "medium N, deep K", TILE_LOOP_SPILL),
+    Row(
+        "m32_n128k256_w2x2_p6_streamk_c1",
+        COMMON,
+        "17-32, deep K: two k groups, equal shares of K",
+        TILE_LOOP_SPILL,
+    ),
     # batch 33..64
     Row("m48_n256k256_w4x1_p3_hybrid_c1", COMMON, "33-48, wide N", TILE_LOOP_SPILL),
     Row("m48_n128k128_w2x2_p6_split2_c1", COMMON, "33-48, medium N"),
+    Row("m48_n128k128_w2x2_p8_streamk_c1", COMMON, "33-48, deep K: equal shares of it"),
     Row("m64_n256k256_w4x1_p3_hybrid_c1", ALL, "33-64, wide N, every format", TILE_LOOP_SPILL),
     Row("m64_n256k256_w4x1_p3_hybrid_c1_mc2", COMMON, "wide N: half the L2 reads", TILE_LOOP_SPILL),
     Row("m64_n128k256_w2x1_p4_hybrid_c1_mc2", COMMON, "medium N: equal columns"),
+    Row("m64_n128k256_w2x1_p4_streamk_c1", COMMON, "49-64, deep K: equal shares of it"),
     Row("m64_n128k128_w2x2_p6_dp_c1", COMMON, "one 128-wide tile a SM"),
     Row("m64_n128k128_w2x2_p6_split2_c1", ALL, "medium N, every format", TILE_LOOP_SPILL),
     Row("m64_n64k128_w1x2_p8_split2_c1", COMMON, "few columns"),
     # batch 65 and more: tensor cores
     Row("m96_n256k128_w2x1_p4_dp_c1", COMMON, "65-96, tiles just under one a SM"),
     Row("m96_n128k128_w2x1_p6_hybrid_c1_mc2", COMMON, "65-96, equal columns"),
+    Row("m96_n128k128_w2x1_p6_streamk_c1", COMMON, "65-96, medium N: equal shares of K"),
     Row("m96_n64k128_w1x2_p6_split2_c1", COMMON, "65-96, few columns"),
     Row("m128_n256k128_w2x1_p4_dp_c1", COMMON, "97-128, tiles just under one a SM"),
     Row("m128_n256k128_w2x1_p4_streamk_c1", COMMON, "ragged: equal shares of K"),
     Row("m128_n128k128_w2x1_p4_split2_c1", COMMON, "few tiles: a cluster splits K"),
     Row("m128_n128k128_w2x1_p5_dp_c1_mc2", COMMON, "a wave that large tiles leave half empty"),
     Row("m128_n128k128_w2x1_p5_hybrid_c1_mc2", ALL, "97-128, equal columns, every format"),
+    Row("m128_n128k128_w2x1_p5_streamk_c1", COMMON, "97-256, medium N: equal shares of K"),
     Row("m192_n128k128_w2x1_p3_dp_c1_mc2", COMMON, "row counts that 256 wastes"),
     Row("m192_n128k128_w2x1_p3_hybrid_c1_mc2", COMMON, "129-192, equal columns"),
+    Row("m192_n128k128_w2x1_p3_streamk_c1", COMMON, "129-192, medium N: equal shares of K"),
     Row(
         "m256_n128k128_w2x1_p3_dp_c1_mc2",
         ALL,

@@ -41,24 +41,38 @@ def gemm(
         raise TypeError(
             f"w must be a PackedWeight (see marlin_cutlass.pack), not {type(w).__name__}"
         )
-    for name, value in (("a", a), ("bias", bias), ("out", out)):
-        if not isinstance(value, Tensor) and (value is not None or name == "a"):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-    device = "cuda" if a.is_cuda else "cpu"
-    if not a.is_meta and torch.is_autocast_enabled(device):
+    if not isinstance(a, Tensor):
+        raise _not_a_tensor("a", a)
+    # None first: asking whether it is a tensor goes through the metaclass, which takes longer.
+    if bias is not None and not isinstance(bias, Tensor):
+        raise _not_a_tensor("bias", bias)
+    if out is not None and not isinstance(out, Tensor):
+        raise _not_a_tensor("out", out)
+    on_gpu = a.is_cuda
+    device = "cuda" if on_gpu else "cpu"
+    if torch.is_autocast_enabled(device) and not a.is_meta:
         a = a.to(torch.get_autocast_dtype(device))
-    named = ops.FORCED_KERNEL if kernel is None and a.is_cuda else kernel
-    if collective.is_collective(named):
-        return collective.gemm(a, w, named, bias, out, batch_invariant)
-    code = ops.kernel_code(kernel, batch_invariant, a, w)
+    named = ops.FORCED_KERNEL if kernel is None and on_gpu else kernel
+    code = ops.BATCH_INVARIANT if batch_invariant else ops.AUTO
+    if named is not None:
+        if collective.is_collective(named):
+            return collective.gemm(a, w, named, bias, out, batch_invariant)
+        code = ops.kernel_code(kernel, batch_invariant, a, w)
     if torch.is_grad_enabled() and (a.requires_grad or (bias is not None and bias.requires_grad)):
+        if out is not None:
+            raise ValueError(
+                "out= takes no gradient: call gemm without out, or under torch.no_grad()"
+            )
         op = _gemm_autograd
     else:
         op = _gemm
     form = (a, w.packed, w.col_scale, bias, w.perm, w.n, w.k, w.group_size, w.has_zeros)
-    if out is None:
-        return op(*form, code)
-    if op is _gemm_autograd:
-        raise ValueError("out= takes no gradient: call gemm without out, or under torch.no_grad()")
-    _gemm_out(*form, out, code)
-    return out
+    if out is not None:
+        _gemm_out(*form, out, code)
+        return out
+    # The operator's own default costs less than an argument that says the same.
+    return op(*form) if code == ops.AUTO else op(*form, code)
+
+
+def _not_a_tensor(name: str, value: object) -> TypeError:
+    return TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")

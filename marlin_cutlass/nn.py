@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops
+from . import ops  # noqa: F401 (declares the operators)
 from .layout import BLOCK_COLUMNS, ceil_div, check_sizes, packed_bytes
 from .packed_weight import PackedWeight, check_permutation
 from .sharding import fuse_columns, shard_columns, shard_rows
+
+_gemm = torch.ops.marlin_cutlass.gemm.default
+_gemm_autograd = torch.ops.marlin_cutlass.gemm_autograd.default
 
 
 class QuantLinear(nn.Module):
@@ -186,8 +189,7 @@ class QuantLinear(nn.Module):
             x = x.to(torch.get_autocast_dtype(kind))
         a = x.to(self.dtype) if x.dtype == torch.float32 else x
         needs_grad = torch.is_grad_enabled() and a.requires_grad
-        op = torch.ops.marlin_cutlass.gemm_autograd if needs_grad else torch.ops.marlin_cutlass.gemm
-        out = op(
+        out = (_gemm_autograd if needs_grad else _gemm)(
             a,
             self.packed,
             self.col_scale,
@@ -197,7 +199,6 @@ class QuantLinear(nn.Module):
             self.in_features,
             self.group_size,
             self.has_zeros,
-            ops.AUTO,
         )
         return out.to(x.dtype) if a is not x else out
 

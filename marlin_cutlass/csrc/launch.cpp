@@ -1,5 +1,6 @@
 #include "launch.h"
 
+#include <array>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -86,9 +87,12 @@ struct Key {
   int64_t m, n, k, variant;
   int32_t group_size, dtype, kind, device;  // kind: 1 zero points, 2 sparse
 
-  bool operator==(const Key& o) const { return std::memcmp(this, &o, sizeof(Key)) == 0; }
+  bool operator==(const Key& o) const {
+    return ((m ^ o.m) | (n ^ o.n) | (k ^ o.k) | (variant ^ o.variant)) == 0 &&
+           ((group_size ^ o.group_size) | (dtype ^ o.dtype) | (kind ^ o.kind) | (device ^ o.device)) == 0;
+  }
 };
-static_assert(sizeof(Key) == 48, "compared byte by byte: no padding");
+static_assert(sizeof(Key) == 48, "hashed byte by byte: no padding");
 
 struct KeyHash {
   size_t operator()(const Key& key) const {
@@ -99,27 +103,67 @@ struct KeyHash {
   }
 };
 
+// Plans by key, and before them the last plan found for each of a few hashes: a model has fewer shapes than that, and calls them in turn.
 struct PlanCache {
+  struct Recent {
+    Key key;
+    const Plan* plan = nullptr;
+  };
+  static constexpr size_t kRecent = 64;
+
+  static size_t place(const Key& key) {
+    const uint64_t sizes = static_cast<uint64_t>(key.m) ^ static_cast<uint64_t>(key.n) << 20 ^ static_cast<uint64_t>(key.k) << 40;
+    return (sizes + static_cast<uint64_t>(key.variant)) * 0x9e3779b97f4a7c15u >> 58;
+  }
+  void clear() {
+    recent.fill({});
+    plans.clear();
+  }
+
   uint64_t generation = 0;
   std::unordered_map<Key, Plan, KeyHash> plans;
+  std::array<Recent, kRecent> recent;
 };
+static_assert(PlanCache::kRecent == size_t{1} << (64 - 58), "place gives the upper 6 bits");
 constexpr int64_t kMaxPartials = int64_t{1} << 27;  // floats (512 MiB) of workspace that a stream or a graph may hold
 constexpr size_t kMaxPlans = 1 << 16;  // a server that meets every row count stays far below
 
-// Grid, block, shared memory and attributes of a launch; `attributes` has room for two.
-driver::LaunchConfig launch_config(const Plan& p, driver::LaunchAttribute* attributes) {
+// Grid, block, shared memory and attributes of every launch of a plan.
+void set_config(Plan& p) {
   const VariantFields& v = p.variant->fields;
-  driver::LaunchConfig config{};
-  config.grid_x = static_cast<unsigned>(p.schedule.grid);
-  config.grid_y = config.grid_z = config.block_y = config.block_z = 1;
-  config.block_x = static_cast<unsigned>(v.threads);
-  config.shared_bytes = static_cast<unsigned>(v.shared_bytes);
-  config.attributes = attributes;
+  p.config.grid_x = static_cast<unsigned>(p.schedule.grid);
+  p.config.grid_y = p.config.grid_z = p.config.block_y = p.config.block_z = 1;
+  p.config.block_x = static_cast<unsigned>(v.threads);
+  p.config.shared_bytes = static_cast<unsigned>(v.shared_bytes);
   if (v.cluster > 1) {
-    driver::LaunchAttribute& cluster = attributes[config.attribute_count++];
+    driver::LaunchAttribute& cluster = p.attributes[p.config.attribute_count++];
     cluster.id = driver::kClusterDimension;
     cluster.value.cluster = {static_cast<unsigned>(v.cluster), 1, 1};
   }
+  driver::LaunchAttribute& serialization = p.attributes[p.config.attribute_count];  // counted at the launch, where it is asked for
+  serialization.id = driver::kProgrammaticStreamSerialization;
+  serialization.value.programmatic_serialization = 1;
+}
+
+void set_params(Plan& p, const Call& call) {
+  const Schedule& s = p.schedule;
+  p.params.m = static_cast<int32_t>(call.m);
+  p.params.n = static_cast<int32_t>(call.n);
+  p.params.n_blocks = static_cast<int32_t>(ceil_div(call.n, kBlockColumns));
+  p.params.k_blocks = static_cast<int32_t>(ceil_div(call.k, kBlockDepth));
+  p.params.m_tiles = static_cast<int32_t>(s.m_tiles);
+  p.params.n_tiles = static_cast<int32_t>(s.n_tiles);
+  p.params.k_steps = static_cast<int32_t>(s.k_steps);
+  p.params.raster = static_cast<int32_t>(s.raster);
+  const VariantFields& v = p.variant->fields;
+  if (static_cast<Decomposition>(v.decomposition) == Decomposition::kHybrid)
+    set_hybrid_partition(p.params, v.n_sm / kBlockColumns, static_cast<int>(s.grid), v.multicast);
+}
+
+driver::LaunchConfig launch_config(const Plan& p, driver::Stream stream) {
+  driver::LaunchConfig config = p.config;
+  config.stream = stream;
+  config.attributes = const_cast<driver::LaunchAttribute*>(p.attributes);  // the driver only reads them
   return config;
 }
 
@@ -128,8 +172,7 @@ int64_t resident_ctas(const Plan& p, int sms) {
   const VariantFields& v = p.variant->fields;
   int count = 0;
   if (v.cluster > 1 && api().active_clusters) {
-    driver::LaunchAttribute attributes[2] = {};
-    const driver::LaunchConfig config = launch_config(p, attributes);
+    const driver::LaunchConfig config = launch_config(p, nullptr);
     check(api().active_clusters(&count, p.function, &config), "cuOccupancyMaxActiveClusters", p.variant->name);
     return int64_t{count} * v.cluster;
   }
@@ -147,12 +190,14 @@ Plan make_plan(const Call& call) {
   const DeviceState& device = device_state(call.device);
   const std::shared_ptr<const Table> table = table_for(device.major, device.minor);
   const Choice choice{call.m, call.n, call.k, call.group_size, call.dtype, device.sms, call.zeros != 0, call.sparse != 0, call.variant};
-  Plan p;
+  Plan p{};
   p.index = select(*table, choice);
   p.variant = table->variants[p.index].get();
   p.context = device.context;
   p.schedule = make_schedule(p.variant->fields, call.m, call.n, call.k, device.sms);
   if (p.schedule.grid > INT32_MAX) invalid("M=", call.m, ", N=", call.n, ": ", p.schedule.grid, " blocks exceed a grid; split the rows");
+  set_params(p, call);
+  set_config(p);
   p.k_multiple = p.variant->hopper() ? 64 : 8;
   // Shares of k that depend on the number of row tiles do not within one row tile.
   const bool by_tile = call.variant == kBatchInvariant && !is_batch_invariant(p.variant->fields);
@@ -218,8 +263,7 @@ const driver::TensorMap& tensor_map(const Call& call, const Variant& v) {
 // ---- launches -------------------------------------------------------------------------------------------------------------------------
 
 GemmParams make_params(const Plan& plan, const Call& call) {
-  const Schedule& s = plan.schedule;
-  GemmParams p{};
+  GemmParams p = plan.params;
   p.a = call.a;
   p.weight = static_cast<const uint8_t*>(call.packed);
   p.col_scale = call.col_scale;
@@ -227,18 +271,7 @@ GemmParams make_params(const Plan& plan, const Call& call) {
   p.c = call.c;
   p.lda = call.lda;
   p.ldc = call.ldc;
-  p.m = static_cast<int32_t>(call.m);
-  p.n = static_cast<int32_t>(call.n);
   p.k = static_cast<int32_t>(call.k);
-  p.n_blocks = static_cast<int32_t>(ceil_div(call.n, kBlockColumns));
-  p.k_blocks = static_cast<int32_t>(ceil_div(call.k, kBlockDepth));
-  p.m_tiles = static_cast<int32_t>(s.m_tiles);
-  p.n_tiles = static_cast<int32_t>(s.n_tiles);
-  p.k_steps = static_cast<int32_t>(s.k_steps);
-  p.raster = static_cast<int32_t>(s.raster);
-  const VariantFields& v = plan.variant->fields;
-  if (static_cast<Decomposition>(v.decomposition) == Decomposition::kHybrid)
-    set_hybrid_partition(p, v.n_sm / kBlockColumns, static_cast<int>(s.grid), v.multicast);
   p.vector_store = reinterpret_cast<uintptr_t>(call.c) % 8 == 0 && call.ldc % 4 == 0 && call.n % 4 == 0;
   return p;
 }
@@ -258,13 +291,16 @@ const Plan& plan(const Call& call) {
   static thread_local PlanCache cache;
   const uint64_t now = generation();
   if (cache.generation != now || cache.plans.size() > kMaxPlans) {
-    cache.plans.clear();
+    cache.clear();
     cache.generation = now;
   }
   const Key key{call.m, call.n, call.k, call.variant, call.group_size, call.dtype, call.zeros + 2 * call.sparse, call.device};
-  const auto found = cache.plans.find(key);
-  if (found != cache.plans.end()) return found->second;
-  return cache.plans.emplace(key, make_plan(call)).first->second;
+  PlanCache::Recent& recent = cache.recent[PlanCache::place(key)];
+  if (recent.plan && recent.key == key) return *recent.plan;
+  auto found = cache.plans.find(key);
+  if (found == cache.plans.end()) found = cache.plans.emplace(key, make_plan(call)).first;
+  recent = {key, &found->second};  // the address of an element lasts as long as the element
+  return found->second;
 }
 
 void launch(const Plan& plan, const Call& call) {
@@ -276,17 +312,11 @@ void launch(const Plan& plan, const Call& call) {
     params.partials = w.partials;
     params.flags = w.flags;
   }
-  driver::LaunchAttribute attributes[2] = {};
-  driver::LaunchConfig config = launch_config(plan, attributes);
-  config.stream = call.stream;
+  driver::LaunchConfig config = launch_config(plan, call.stream);
   void* arguments[2] = {&params, nullptr};
   if (v.hopper()) {
     // Only Hopper kernels wait for the previous kernel themselves, so only they may start before it ends.
-    if (options().programmatic_launch) {
-      driver::LaunchAttribute& serialization = attributes[config.attribute_count++];
-      serialization.id = driver::kProgrammaticStreamSerialization;
-      serialization.value.programmatic_serialization = 1;
-    }
+    config.attribute_count += options().programmatic_launch;
     arguments[0] = const_cast<driver::TensorMap*>(&tensor_map(call, v));
     arguments[1] = &params;
   }

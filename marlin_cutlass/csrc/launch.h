@@ -32,11 +32,14 @@ struct Plan {
   driver::Function function;
   driver::Context context;
   Schedule schedule;
-  int64_t k_multiple;       // A must have a multiple of this many columns
-  int64_t rows_per_launch;  // more rows than this take several launches
+  int64_t k_multiple;                     // A must have a multiple of this many columns
+  int64_t rows_per_launch;                // more rows than this take several launches
+  GemmParams params;                      // without what differs between calls: addresses, row strides, padded k
+  driver::LaunchConfig config;            // without stream and attributes: those are the plan's own
+  driver::LaunchAttribute attributes[2];  // config.attribute_count of them, then the programmatic launch of a Hopper kernel
 };
 
-// Chosen once for each shape and thread, then found with one hash lookup.
+// Chosen once for each shape and thread, then found again without a search.
 const Plan& plan(const Call& call);
 
 // Launches on call.stream. A's base is 16-byte aligned, lda a multiple of 8 (of 64 columns on Hopper), call.k padded accordingly.

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -34,10 +36,54 @@ constexpr bool kHostTest = false;
     if ((call) != AOTI_TORCH_SUCCESS) failed("torch refused: ", #call);  \
   } while (0)
 
+// ---- tensors of the dispatcher --------------------------------------------------------------------------------------------------------
+
+// An owned tensor. torch::stable::Tensor would allocate a reference count for every tensor of every call.
+struct DeleteTensor {
+  void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
+};
+using Handle = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
+
+// As the operations of torch/csrc/stable/ops.h take it, where one of them is needed.
+Tensor shared(const Handle& tensor) {
+  AtenTensorHandle handle;
+  MC_TORCH(aoti_torch_new_tensor_handle(tensor.get(), &handle));
+  return Tensor(handle);
+}
+
+void* data_of(const Handle& tensor) {
+  void* data = nullptr;
+  MC_TORCH(aoti_torch_get_data_ptr(tensor.get(), &data));
+  return data;
+}
+
+// Arguments in the order of a schema, each tensor owned as soon as it is read. By hand, because TORCH_BOX makes a Tensor of each of them.
+class ArgumentReader {
+ public:
+  explicit ArgumentReader(const StableIValue* stack) : next_(stack) {}
+
+  Handle tensor() { return Handle(value<AtenTensorHandle>(*next_++)); }
+  Handle optional_tensor() {
+    const std::unique_ptr<StableIValue> present(value<StableIValue*>(*next_++));  // null for None
+    return present ? Handle(value<AtenTensorHandle>(*present)) : nullptr;
+  }
+  int64_t integer() { return value<int64_t>(*next_++); }
+  bool flag() { return value<bool>(*next_++); }
+
+ private:
+  template <class T> static T value(StableIValue from) {
+    T result;
+    std::memcpy(&result, &from, sizeof(T));  // little-endian: torch stores a value in the first bytes
+    return result;
+  }
+
+  const StableIValue* next_;
+};
+
 // ---- what is read from a tensor -------------------------------------------------------------------------------------------------------
 
 struct Operand {
-  explicit Operand(const Tensor& tensor) {
+  explicit Operand(const Handle& tensor) {
     const AtenTensorHandle handle = tensor.get();
     int64_t *size_list, *stride_list;
     MC_TORCH(aoti_torch_get_dim(handle, &dim));
@@ -183,13 +229,13 @@ bool usable(const void* data, int64_t rows, int64_t lda, int64_t k) {
 }
 
 // A itself where a kernel can read it, else a copy: permuted, contiguous, aligned, padded with zeros to a multiple of `k_multiple` columns.
-Activations prepare(const Tensor& a, const Operand& view, const std::optional<Tensor>& perm, int64_t rows, int64_t k_multiple) {
+Activations prepare(const Handle& a, const Operand& view, const Handle& perm, int64_t rows, int64_t k_multiple) {
   const int64_t k = view.last_size(), k_padded = round_up(k, k_multiple);
   int64_t found_rows, lda;
   if (!perm && k == k_padded && view.last_stride() == 1 && view.as_rows(&found_rows, &lda) && usable(view.data, rows, lda, k))
     return {view.data, rows == 1 ? k : lda, k, std::nullopt};
-  Tensor t = torch::stable::reshape(a, std::vector<int64_t>{rows, k});
-  if (perm) t = select_columns(t, *perm);
+  Tensor t = torch::stable::reshape(shared(a), std::vector<int64_t>{rows, k});
+  if (perm) t = select_columns(t, shared(perm));
   if (k != k_padded) t = torch::stable::pad(t, std::vector<int64_t>{0, k_padded - k});
   t = torch::stable::contiguous(t);
   if (!usable(t.data_ptr(), rows, k_padded, k_padded)) t = torch::stable::clone(t);
@@ -203,23 +249,23 @@ struct Bias {
   std::optional<Tensor> copy;
 };
 
-Bias prepare_bias(const std::optional<Tensor>& bias, const Operand& a, int64_t n) {
+Bias prepare_bias(const Handle& bias, const Operand& a, int64_t n) {
   if (!bias) return {};
-  const Operand b(*bias);
+  const Operand b(bias);
   check_device("bias", b, a);
   if (!is_activation(b.dtype) && b.dtype != codes().float32 && b.dtype != codes().float64)
     invalid("bias has dtype ", dtype_name(b.dtype), ": it must be floating point");
   if (b.dim != 1 || b.sizes[0] != n) invalid("bias has shape ", shape_text(b), ": it must be [N] = (", n, ",)");
   if (b.dtype == a.dtype && (n == 1 || b.strides[0] == 1)) return {b.data, std::nullopt};
   using torch::headeronly::ScalarType;
-  Tensor t = torch::stable::contiguous(torch::stable::to(*bias, a.dtype == codes().half ? ScalarType::Half : ScalarType::BFloat16));
+  Tensor t = torch::stable::contiguous(torch::stable::to(shared(bias), a.dtype == codes().half ? ScalarType::Half : ScalarType::BFloat16));
   const void* data = t.data_ptr();
   return {data, std::move(t)};
 }
 
 // ---- output ---------------------------------------------------------------------------------------------------------------------------
 
-Tensor empty_output(const Operand& a, int64_t n) {
+Handle empty_output(const Operand& a, int64_t n) {
   constexpr int64_t kSmall = 8;
   std::array<int64_t, 2 * kSmall> small;
   std::vector<int64_t> large;
@@ -235,7 +281,7 @@ Tensor empty_output(const Operand& a, int64_t n) {
   AtenTensorHandle handle;
   // NOTE: the direct call costs 1 us; new_empty goes through the dispatcher by name and costs 3.
   MC_TORCH(aoti_torch_empty_strided(a.dim, sizes, strides, a.dtype, a.device_type, a.device, &handle));
-  return Tensor(handle);
+  return Handle(handle);
 }
 
 // True where a row-strided C could overwrite elements of A that are still to be read. Columns of one buffer may lie side by side.
@@ -282,18 +328,41 @@ driver::Stream current_stream(int32_t device) {
 }
 
 struct Arguments {
-  const Tensor &a, &packed, &col_scale;
-  const std::optional<Tensor>&bias, &perm;
+  Handle a, packed, col_scale, bias, perm;
   Form form;
+  Handle out;  // of gemm_out
   int64_t variant;
 };
+
+// The order of SCHEMAS in marlin_cutlass/ops.py. From here on every tensor is freed, whatever throws.
+Arguments read_arguments(const StableIValue* stack, bool with_out) {
+  ArgumentReader next(stack);
+  Arguments x;
+  x.a = next.tensor();
+  x.packed = next.tensor();
+  x.col_scale = next.tensor();
+  x.bias = next.optional_tensor();
+  x.perm = next.optional_tensor();
+  x.form.n = next.integer();
+  x.form.k = next.integer();
+  x.form.group_size = next.integer();
+  x.form.zeros = next.flag();
+  if (with_out) x.out = next.tensor();
+  x.variant = next.integer();
+  return x;
+}
+
+void check_schema(uint64_t arguments, uint64_t outputs, uint64_t want_arguments, uint64_t want_outputs) {
+  if (arguments != want_arguments || outputs != want_outputs)
+    failed("the operator's schema has ", arguments, " arguments and ", outputs, " results, the library ", want_arguments, " and ", want_outputs);
+}
 
 void check_operands(Arguments& x, const Operand& a, const Operand& packed, const Operand& scale) {
   check_form(x.form);
   x.form.sparse = packed.dim == 1 && is_sparse(packed.sizes[0], x.form);
   check_activations(a, x.form);
   check_weight(packed, scale, x.form, a);
-  if (x.perm) check_part("perm", Operand(*x.perm), codes().int32, x.form.k, x.form, a);
+  if (x.perm) check_part("perm", Operand(x.perm), codes().int32, x.form.k, x.form, a);
 }
 
 // Launches `step` rows at a time. A and C hold two bytes per element.
@@ -336,34 +405,35 @@ void multiply(const Arguments& x, const Operand& a, const Operand& packed, const
   else launch_by_rows(call, chosen.index, chosen.rows_per_launch);
 }
 
-Tensor gemm(const Tensor& a, const Tensor& packed, const Tensor& col_scale, const std::optional<Tensor>& bias,
-            const std::optional<Tensor>& perm, int64_t n, int64_t k, int64_t group_size, bool has_zeros, int64_t variant) {
-  Arguments x{a, packed, col_scale, bias, perm, {n, k, group_size, has_zeros}, variant};
-  const Operand view(a), weight(packed), scale(col_scale);
-  check_operands(x, view, weight, scale);
-  const int64_t rows = view.row_count();
-  Tensor out = empty_output(view, n);
-  if (rows > 0) multiply(x, view, weight, scale, rows, out.data_ptr(), n);
-  return out;
+// gemm and gemm_autograd.
+void gemm(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
+  check_schema(arguments, outputs, 10, 1);
+  Arguments x = read_arguments(stack, false);
+  const Operand a(x.a), packed(x.packed), scale(x.col_scale);
+  check_operands(x, a, packed, scale);
+  const int64_t rows = a.row_count();
+  Handle out = empty_output(a, x.form.n);
+  if (rows > 0) multiply(x, a, packed, scale, rows, data_of(out), x.form.n);
+  const AtenTensorHandle result = out.release();
+  std::memcpy(stack, &result, sizeof(result));
 }
 
-void gemm_out(const Tensor& a, const Tensor& packed, const Tensor& col_scale, const std::optional<Tensor>& bias,
-              const std::optional<Tensor>& perm, int64_t n, int64_t k, int64_t group_size, bool has_zeros, const Tensor& out,
-              int64_t variant) {
-  Arguments x{a, packed, col_scale, bias, perm, {n, k, group_size, has_zeros}, variant};
-  const Operand view(a), weight(packed), scale(col_scale), target(out);
-  check_operands(x, view, weight, scale);
-  const int64_t rows = view.row_count();
-  const int64_t ldc = check_out(target, view, x.form, rows);
-  if (rows > 0) multiply(x, view, weight, scale, rows, target.data, ldc);
+void gemm_out(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
+  check_schema(arguments, outputs, 11, 0);
+  Arguments x = read_arguments(stack, true);
+  const Operand a(x.a), packed(x.packed), scale(x.col_scale), out(x.out);
+  check_operands(x, a, packed, scale);
+  const int64_t rows = a.row_count();
+  const int64_t ldc = check_out(out, a, x.form, rows);
+  if (rows > 0) multiply(x, a, packed, scale, rows, out.data, ldc);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(MC_NAMESPACE, MC_DISPATCH_KEY, library) {
-  library.impl("gemm", TORCH_BOX(&gemm));
-  library.impl("gemm_autograd", TORCH_BOX(&gemm));
-  library.impl("gemm_out", TORCH_BOX(&gemm_out));
+  library.impl("gemm", &gemm);
+  library.impl("gemm_autograd", &gemm);
+  library.impl("gemm_out", &gemm_out);
 }
 
 }  // namespace marlin_cutlass
