@@ -56,7 +56,9 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # a larger relative e
 
 def method(pause_s: float = PAUSE_S) -> str:
     """How `measure` measures, for a record."""
-    pause = f"a pause of {pause_s * 1e3:g} ms before each" if pause_s else "without pauses"
+    pause = "without pauses"
+    if pause_s:
+        pause = f"a pause of {pause_s * 1e3:g} ms and an untimed replay before each"
     return (
         f"CUDA graph with one call per weight copy (at least {MIN_CALLS} calls or "
         f"{LONG_US / 1e3:g} ms), copies > 2x L2 so that weights come from memory; random data; "
@@ -250,14 +252,17 @@ def least_calls(limit_us: float | None) -> int:
 def replay_interleaved(
     captured: Sequence[_Captured], replays: int = REPLAYS, pause_s: float = PAUSE_S
 ) -> None:
-    """Replay the graphs in turn, `replays` times after one warm-up round, with a pause before each;
-    fills `times`.
+    """Replay the graphs in turn, `replays` times after one warm-up round; fills `times`.
+
+    Each time after a pause and a replay that is not timed: a GPU that has rested starts slowly.
     """
     if replays < REPLAYS:
         raise ValueError(f"replays={replays} must be at least {REPLAYS}")
     for round_ in range(replays + 1):
         for item in captured:
-            time.sleep(pause_s)
+            if pause_s:
+                time.sleep(pause_s)
+                item.graph.replay()
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record()

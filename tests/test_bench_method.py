@@ -141,11 +141,12 @@ def test_graphs_of_long_calls_have_fewer_of_them():
 
 
 def test_the_method_says_whether_there_are_pauses():
-    assert "a pause of 6 ms before each" in bench.METHOD
+    assert "a pause of 6 ms and an untimed replay before each" in bench.METHOD
     assert "without pauses" in bench.method(0.0)
 
 
-def test_a_pause_comes_before_every_replay(monkeypatch):
+@pytest.mark.parametrize("pause, expected", [(0.25, [0.25, "replay", "replay"]), (0, ["replay"])])
+def test_a_pause_and_a_replay_come_before_the_timed_one(monkeypatch, pause, expected):
     steps = []
 
     class Event:
@@ -166,8 +167,8 @@ def test_a_pause_comes_before_every_replay(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(bench.time, "sleep", steps.append)
     items = [bench._Captured(Graph(), 48, torch.empty(1)) for _ in range(2)]
-    bench.replay_interleaved(items, pause_s=0.25)
-    assert steps == [0.25, "replay"] * 2 * (bench.REPLAYS + 1)
+    bench.replay_interleaved(items, pause_s=pause)
+    assert steps == expected * 2 * (bench.REPLAYS + 1)
     assert all(item.times == [1.0] * bench.REPLAYS for item in items)
 
 
