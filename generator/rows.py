@@ -119,10 +119,53 @@ def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> 
     return rows
 
 
+# Rows beyond the largest measured number: bounds of the steps in which the model is asked again.
+# The last stands for everything larger.
+MANY_ROWS = 1024
+BEYOND_ROWS = (2304, 3072, 4096, 16384)
+
+
+def rows_beyond(
+    arch: Arch, measurements: list[Measurement], variants: frozenset[str]
+) -> list[DispatchRow]:
+    """For each measured weight with many rows, what to do with more of them: the model's choice
+    among the geometries that were timed at the largest number, each scaled to what was measured.
+    """
+    dense = [x for x in measurements if x.format == DEFAULT_FORMAT and not x.sparse]
+    weights: dict[tuple[int, int, int], list[Measurement]] = {}
+    for x in dense:
+        if x.geometry.startswith("w4a16_hopper_") and _variant(x).name in variants:
+            weights.setdefault((x.sms, x.n, x.k), []).append(x)
+    rows = []
+    for (sms, n, k), timed in weights.items():
+        last = max(x.m for x in timed)
+        if last < MANY_ROWS:
+            continue
+        here = [x for x in timed if x.m == last]
+        totals = cost.totals([_variant(x) for x in here], reference_gpu(arch, sms))
+        scale = [x.decisive_us / t for x, t in zip(here, totals(ProblemShape(last, n, k)))]
+        ns = sorted({b for a, b, _ in weights if a == sms})
+        ks = sorted({c for a, b, c in weights if (a, b) == (sms, n)})
+        reach = (_around(n, ns, REACH_N), _around(k, ks, REACH_K))
+        steps = [m for m in BEYOND_ROWS if m > last]
+        for low, high in itertools.pairwise((last, *steps)):
+            points = [totals(ProblemShape(m, n, k)) for m in (low + 1, high)]
+            costs = [[c * s for c, s in zip(p, scale)] for p in points]
+            choice = _cheapest([_variant(x) for x in here], costs, None).geometry().name
+            end = None if high == steps[-1] else high
+            source = f"{here[0].source} at m={last}, beyond it the model"
+            rows.append(DispatchRow(Range(low + 1, end), *reach, choice, source, sms=sms))
+    return _merge(rows, "m")
+
+
+def _variant(x: Measurement) -> Variant:
+    return Geometry.parse(x.geometry).with_format(*x.format)
+
+
 def _fastest(measurements: list[Measurement], variants: frozenset[str]) -> list[Measurement]:
     best: dict[tuple, Measurement] = {}
     for x in measurements:
-        variant = Geometry.parse(x.geometry).with_format(x.dtype, x.zeros, x.group_size)
+        variant = _variant(x)
         key = (x.sms, x.n, x.k, x.m, x.dtype, x.zeros, x.group_size)
         if variant.name in variants and (key not in best or x.decisive_us < best[key].decisive_us):
             best[key] = x
@@ -277,7 +320,8 @@ def build_table(
     ordered = [v for v in variants if v.sparse == sparse]
     names = frozenset(v.name for v in ordered)
     classes = _format_classes(ordered)
-    rows = measured_rows(read_measurements(arch, folder), names)
+    measurements = read_measurements(arch, folder)
+    rows = measured_rows(measurements, names) + rows_beyond(arch, measurements, names)
     sms_known = sorted({g.sms for g in GPUS.values() if g.arch == arch.name})
     for sms in (*(sms_known if len(sms_known) > 1 else ()), None):
         for geometries, fmt in classes:

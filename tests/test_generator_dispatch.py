@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -200,6 +201,35 @@ def test_a_measured_format_decides_before_the_default_one(tmp_path):
 
     assert chosen(zeros=True, group_size=32) == m64
     assert chosen() == chosen(dtype="bf16") == chosen(zeros=True, group_size=64) == m16
+
+
+def test_beyond_the_most_rows_measured_only_what_was_timed_there_is_asked(tmp_path):
+    """More rows than were measured: the model, as far off as it was at the last measurement. Half
+    way up a wave of large tiles the choice may be another one than at its end."""
+    large, small = (
+        f"w4a16_hopper_{g}_dp_c1_mc2" for g in ("m256_n128k128_w2x1_p3", "m128_n128k128_w2x1_p5")
+    )
+    times = {large: 100.0, small: 103.0}
+    entries = [{**_entry(2048, g, us), "sms": 132} for g, us in times.items()]
+    _write(tmp_path, [*entries, {**_entry(64, small, 9.0), "sms": 132}], arch="sm_90a")
+    found = rows.rows_beyond(
+        ARCHS["sm_90a"],
+        rows.read_measurements(ARCHS["sm_90a"], tmp_path),
+        frozenset(v.name for v in _variants("sm_90a")),
+    )
+    assert found[0].m.lo == 2049 and found[-1].m.hi is None
+    assert all(a.m.hi + 1 == b.m.lo for a, b in itertools.pairwise(found))
+    by_m = {m: next(r.geometry for r in found if m in r.m) for m in (2305, 4096, 10**6)}
+    assert by_m == {2305: small, 4096: large, 10**6: large}
+    assert all(r.source == "measured A10 2026-11-29 at m=2048, beyond it the model" for r in found)
+
+
+def test_few_rows_say_nothing_about_many(tmp_path):
+    entry = {**_entry(512, "w4a16_hopper_m256_n128k128_w2x1_p3_dp_c1_mc2", 9.0), "sms": 132}
+    _write(tmp_path, [entry], arch="sm_90a")
+    names = frozenset(v.name for v in _variants("sm_90a"))
+    measurements = rows.read_measurements(ARCHS["sm_90a"], tmp_path)
+    assert rows.rows_beyond(ARCHS["sm_90a"], measurements, names) == []
 
 
 def test_measurements_of_unbuilt_variants_are_left_out(tmp_path):
