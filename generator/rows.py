@@ -122,7 +122,7 @@ def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> 
 # Rows beyond the largest measured number: bounds of the steps in which the model is asked again.
 # The last stands for everything larger.
 MANY_ROWS = 1024
-BEYOND_ROWS = (2304, 3072, 4096, 16384)
+BEYOND_ROWS = (3072, 3840, 4096, 16384)
 
 
 def rows_beyond(
