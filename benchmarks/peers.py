@@ -112,7 +112,10 @@ def main(
     dtype: Annotated[str, typer.Option(help="fp16 or bf16")] = "fp16",
     group_size: Annotated[int, typer.Option(help="weight group size")] = 128,
     pause_ms: Annotated[
-        float, typer.Option(min=0, help="before each replay; 0: the GPU may reach its power limit")
+        float,
+        typer.Option(
+            min=0, max=60_000, help="before each replay; 0: the GPU may reach its power limit"
+        ),
     ] = PAUSE_S * 1e3,
     json_path: Annotated[Path, typer.Option("--json", help="record")] = Path("results/peers.json"),
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG")] = Path("results/peers.png"),

@@ -23,6 +23,9 @@ DEFAULT_FORMAT: Format = ("f16", False, 128)
 
 # ---- rows from measurements ----------------------------------------------------------------------
 
+# A launch alone takes a microsecond, and nobody tunes with calls of minutes.
+LEAST_US, MOST_US = 1e-3, 1e9
+
 # How far from a measured shape a measurement still decides. Along n hardly at all, since a tile
 # more can be a wave more; along k little changes.
 REACH_N = 1.02
@@ -60,12 +63,14 @@ class Measurement:
                 raise ValueError(f"{name}={value!r} is not a positive whole number")
         for name in ("us", "us_pdl"):
             value = getattr(self, name)
-            number = type(value) in (int, float) and 0 < value < float("inf")
+            number = type(value) in (int, float) and LEAST_US <= value <= MOST_US
             if not number and not (name == "us_pdl" and value is None):
-                raise ValueError(f"{name}={value!r} is not a positive number")
+                raise ValueError(f"{name}={value!r} is no time from {LEAST_US} to {MOST_US:g} us")
         for name in ("zeros", "sparse"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not true or false")
+        if self.group_size > 0 and self.k % self.group_size:
+            raise ValueError(f"k={self.k} is not a multiple of group_size={self.group_size}")
         if Geometry.parse(self.geometry).with_format(*self.format).sparse != self.sparse:
             raise ValueError(f"sparse={self.sparse}: {self.geometry} is for other weights")
 
@@ -119,10 +124,12 @@ def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> 
     return rows
 
 
-# Rows beyond the largest measured number: bounds of the steps in which the model is asked again.
-# The last stands for everything larger.
+# A measurement at so many rows says what large products take.
 MANY_ROWS = 1024
-BEYOND_ROWS = (3072, 3840, 4096, 16384)
+# Beyond the most rows measured: bounds of the steps in which the model is asked, the last for all
+# that is larger. Of 4096 columns a wave of tiles of 256 rows holds 1024 rows; 3840 keeps what is
+# just above 3072 from deciding for 4096.
+MANY_ROWS_STEPS = (3072, 3840, 4096, 16384)
 
 
 def rows_beyond(
@@ -130,32 +137,47 @@ def rows_beyond(
 ) -> list[DispatchRow]:
     """For each measured weight with many rows, what to do with more of them: the model's choice
     among the geometries that were timed at the largest number, each scaled to what was measured.
+    Of weights measured beyond the last step nothing more is said.
     """
-    dense = [x for x in measurements if x.format == DEFAULT_FORMAT and not x.sparse]
-    weights: dict[tuple[int, int, int], list[Measurement]] = {}
-    for x in dense:
-        if x.geometry.startswith("w4a16_hopper_") and _variant(x).name in variants:
-            weights.setdefault((x.sms, x.n, x.k), []).append(x)
     rows = []
+    weights = _timed_at_most_rows(measurements, variants)
     for (sms, n, k), timed in weights.items():
-        last = max(x.m for x in timed)
-        if last < MANY_ROWS:
-            continue
-        here = [x for x in timed if x.m == last]
-        totals = cost.totals([_variant(x) for x in here], reference_gpu(arch, sms))
-        scale = [x.decisive_us / t for x, t in zip(here, totals(ProblemShape(last, n, k)))]
+        last, here = timed[0].m, [_variant(x) for x in timed]
+        totals = cost.totals(here, reference_gpu(arch, sms))
+        scale = [x.decisive_us / t for x, t in zip(timed, totals(ProblemShape(last, n, k)))]
         ns = sorted({b for a, b, _ in weights if a == sms})
         ks = sorted({c for a, b, c in weights if (a, b) == (sms, n)})
         reach = (_around(n, ns, REACH_N), _around(k, ks, REACH_K))
-        steps = [m for m in BEYOND_ROWS if m > last]
+        steps = [m for m in MANY_ROWS_STEPS if m > last]
         for low, high in itertools.pairwise((last, *steps)):
-            points = [totals(ProblemShape(m, n, k)) for m in (low + 1, high)]
-            costs = [[c * s for c, s in zip(p, scale)] for p in points]
-            choice = _cheapest([_variant(x) for x in here], costs, None).geometry().name
             end = None if high == steps[-1] else high
-            source = f"{here[0].source} at m={last}, beyond it the model"
+            # As in _corners: the first of the last step says nothing about all that is larger.
+            points = [totals(ProblemShape(m, n, k)) for m in ((low + 1, high) if end else (high,))]
+            costs = [[c * s for c, s in zip(p, scale)] for p in points]
+            choice = _cheapest(here, costs, None).geometry().name
+            source = f"{timed[0].source} at m={last}, beyond it the model"
             rows.append(DispatchRow(Range(low + 1, end), *reach, choice, source, sms=sms))
     return _merge(rows, "m")
+
+
+def _timed_at_most_rows(
+    measurements: list[Measurement], variants: frozenset[str]
+) -> dict[tuple[int, int, int], list[Measurement]]:
+    """By (SMs, n, k): what was timed in the default format at the most rows, if these are many.
+
+    NOTE: Hopper's kernels only, whose waves are large; what others would gain was not measured.
+    """
+    weights: dict[tuple[int, int, int], list[Measurement]] = {}
+    for x in measurements:
+        variant = _variant(x)
+        if x.format == DEFAULT_FORMAT and variant.family == "hopper" and variant.name in variants:
+            weights.setdefault((x.sms, x.n, x.k), []).append(x)
+    most = {key: max(x.m for x in timed) for key, timed in weights.items()}
+    return {
+        key: [x for x in timed if x.m == most[key]]
+        for key, timed in weights.items()
+        if most[key] >= MANY_ROWS
+    }
 
 
 def _variant(x: Measurement) -> Variant:
@@ -311,8 +333,9 @@ def _merge(rows: list[DispatchRow], axis: str) -> list[DispatchRow]:
 def build_table(
     arch: Arch, variants: Iterable[Variant], folder: Path = TUNING, sparse: bool = False
 ) -> DispatchTable:
-    """The table over those `variants` that are for dense (sparse) weights: measurements first, then
-    the model for named devices, then for any device.
+    """The table over those `variants` that are for dense (sparse) weights: measurements first;
+    beyond the most rows measured the model among what was timed there; then the model, for named
+    devices and for any device.
 
     Formats with the same set of geometries share rows; formats with fewer geometries have their own
     rows behind, which the others never reach.

@@ -90,7 +90,6 @@ HOPPER = (
     ),
     Row("m32_n64k256_w1x4_p8_split2_c1", COMMON, "17-32, few columns", TILE_LOOP_SPILL),
     Row("m32_n64k256_w1x4_p8_dp_c1", COMMON, "17-32, one 64-wide tile a SM"),
-    Row("m32_n64k256_w1x4_p8_streamk_c1", COMMON, "medium N, deep K", TILE_LOOP_SPILL),
     Row(
         "m32_n128k256_w2x2_p6_streamk_c1",
         COMMON,
@@ -117,7 +116,7 @@ HOPPER = (
     Row("m128_n256k128_w2x1_p4_streamk_c1", COMMON, "ragged: equal shares of K"),
     Row("m128_n128k128_w2x1_p4_split2_c1", COMMON, "few tiles: a cluster splits K"),
     Row("m128_n128k128_w2x1_p5_dp_c1_mc2", COMMON, "a wave that large tiles leave half empty"),
-    Row("m128_n128k128_w2x1_p5_hybrid_c1_mc2", ALL, "97-128, equal columns, every format"),
+    Row("m128_n128k128_w2x1_p5_hybrid_c1_mc2", REST, "97-128, equal columns, the other formats"),
     Row("m128_n128k128_w2x1_p5_streamk_c1", COMMON, "97-256, medium N: equal shares of K"),
     Row("m192_n128k128_w2x1_p3_dp_c1_mc2", COMMON, "row counts that 256 wastes"),
     Row("m192_n128k128_w2x1_p3_hybrid_c1_mc2", COMMON, "129-192, equal columns"),

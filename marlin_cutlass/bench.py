@@ -48,8 +48,8 @@ __all__ = [
 
 REPLAYS = 12  # at least; the median of these is the figure
 MIN_CALLS = 48  # per graph: the cost of starting one replay (2-5 us) must vanish in the mean
-LONG_US = 2000.0  # of a graph: then it does so with fewer calls
-PAUSE_S = 0.006  # before each replay
+LONG_US = 2000.0  # a graph that takes this long may have fewer calls
+PAUSE_S = 0.006  # before each replay: longer than most of them, so that the GPU mostly rests
 MAX_COPIES = 1536  # a weight of 0.1 MB against an L2 of 60 MB; more would only slow the capture
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # a larger relative error is a bug
 
@@ -246,7 +246,7 @@ def capture(calls: Sequence[Callable[[], torch.Tensor]], least: int = MIN_CALLS)
 
 def least_calls(limit_us: float | None) -> int:
     """Calls of a graph, each of which takes at least `limit_us` (None: not known)."""
-    return MIN_CALLS if not limit_us else min(MIN_CALLS, max(1, round(LONG_US / limit_us)))
+    return MIN_CALLS if not limit_us else max(1, round(min(MIN_CALLS, LONG_US / limit_us)))
 
 
 def replay_interleaved(

@@ -8,10 +8,6 @@ from torch import Tensor
 from . import collective, ops
 from .packed_weight import PackedWeight
 
-_gemm = torch.ops.marlin_cutlass.gemm.default
-_gemm_autograd = torch.ops.marlin_cutlass.gemm_autograd.default
-_gemm_out = torch.ops.marlin_cutlass.gemm_out.default
-
 
 def gemm(
     a: Tensor,
@@ -57,18 +53,18 @@ def gemm(
     if named is not None:
         if collective.is_collective(named):
             return collective.gemm(a, w, named, bias, out, batch_invariant)
-        code = ops.kernel_code(kernel, batch_invariant, a, w)
+        code = ops.forced_code(named, batch_invariant, a, w)
     if torch.is_grad_enabled() and (a.requires_grad or (bias is not None and bias.requires_grad)):
         if out is not None:
             raise ValueError(
                 "out= takes no gradient: call gemm without out, or under torch.no_grad()"
             )
-        op = _gemm_autograd
+        op = ops.GEMM_AUTOGRAD
     else:
-        op = _gemm
+        op = ops.GEMM
     form = (a, w.packed, w.col_scale, bias, w.perm, w.n, w.k, w.group_size, w.has_zeros)
     if out is not None:
-        _gemm_out(*form, out, code)
+        ops.GEMM_OUT(*form, out, code)
         return out
     # The operator's own default costs less than an argument that says the same.
     return op(*form) if code == ops.AUTO else op(*form, code)

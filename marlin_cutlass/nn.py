@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops  # noqa: F401 (declares the operators)
+from . import ops
 from .layout import BLOCK_COLUMNS, ceil_div, check_sizes, packed_bytes
 from .packed_weight import PackedWeight, check_permutation
 from .sharding import fuse_columns, shard_columns, shard_rows
-
-_gemm = torch.ops.marlin_cutlass.gemm.default
-_gemm_autograd = torch.ops.marlin_cutlass.gemm_autograd.default
 
 
 class QuantLinear(nn.Module):
@@ -189,7 +186,7 @@ class QuantLinear(nn.Module):
             x = x.to(torch.get_autocast_dtype(kind))
         a = x.to(self.dtype) if x.dtype == torch.float32 else x
         needs_grad = torch.is_grad_enabled() and a.requires_grad
-        out = (_gemm_autograd if needs_grad else _gemm)(
+        out = (ops.GEMM_AUTOGRAD if needs_grad else ops.GEMM)(
             a,
             self.packed,
             self.col_scale,

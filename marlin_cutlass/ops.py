@@ -19,7 +19,13 @@ from torch import Tensor
 from .errors import short_dtype, sizes
 from .layout import SPARSE_GROUP_SIZES, check_sizes, packed_bytes, stored_group_size
 from .packed_weight import PackedWeight
-from .reference import column_chunks, gemm_reference, natural_order, normalised_weights
+from .reference import (
+    column_chunks,
+    gemm_reference,
+    in_fp32,
+    natural_order,
+    normalised_weights,
+)
 
 NAMESPACE = "marlin_cutlass"
 AUTO = -1  # the dispatch table chooses the kernel
@@ -89,16 +95,14 @@ def check_out(out: Tensor, a: Tensor, n: int) -> None:
         raise ValueError(f"out has column stride {out.stride(-1)}: its rows must be contiguous")
 
 
-def kernel_code(kernel: str | None, batch_invariant: bool, a: Tensor, w: PackedWeight) -> int:
-    """The operators' `variant` argument. Raises ValueError for a kernel that cannot run this
-    call."""
-    if kernel is None and (FORCED_KERNEL is None or not a.is_cuda):
-        return BATCH_INVARIANT if batch_invariant else AUTO
-    if kernel is not None and not isinstance(kernel, str):
+def forced_code(kernel: str, batch_invariant: bool, a: Tensor, w: PackedWeight) -> int:
+    """The operators' `variant` argument for a named kernel. Raises TypeError for what is no name,
+    ValueError for a kernel that cannot run this call."""
+    if not isinstance(kernel, str):
         raise TypeError(f"kernel={kernel!r} must be the name of a variant, or None")
     from . import library
 
-    return library.forced_kernel(FORCED_KERNEL if kernel is None else kernel, batch_invariant, a, w)
+    return library.forced_kernel(kernel, batch_invariant, a, w)
 
 
 def _weight(packed: Tensor, col_scale: Tensor, perm: Tensor | None, *form: int) -> PackedWeight:
@@ -154,7 +158,8 @@ def _grad_input(grad, packed, col_scale, perm, n, k, group_size, has_zeros):
             :, : columns.stop - columns.start
         ]
         values = (values * col_scale[columns]).to(grad.dtype).float()
-        total += rows[:, columns].float() @ values.T
+        with in_fp32(rows):
+            total += rows[:, columns].float() @ values.T
     return natural_order(weight, total.T).T.to(grad.dtype).reshape(*grad.shape[:-1], k)
 
 
@@ -244,3 +249,8 @@ def _implement(registry: types.ModuleType) -> None:
 
 
 _register()
+
+# Overloads, which cost less to call than the packets they belong to.
+GEMM = torch.ops.marlin_cutlass.gemm.default
+GEMM_AUTOGRAD = torch.ops.marlin_cutlass.gemm_autograd.default
+GEMM_OUT = torch.ops.marlin_cutlass.gemm_out.default

@@ -80,6 +80,11 @@ def dequantize(w: PackedWeight, dtype: torch.dtype | None = None) -> Tensor:
     return natural_order(w, out)
 
 
+def in_fp32(x: Tensor):
+    """A context in which products of float32 tensors like x stay so, also under autocast."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def gemm_reference(
     a: Tensor, w: PackedWeight, bias: Tensor | None = None, *, row_by_row: bool = False
 ) -> Tensor:
@@ -97,7 +102,8 @@ def gemm_reference(
         columns = slice(first * BLOCK_COLUMNS, min(last * BLOCK_COLUMNS, w.n))
         width = columns.stop - columns.start
         parts = rows.split(1) if row_by_row else (rows,)
-        sums = [part @ weights[:, :width] for part in parts]
+        with in_fp32(rows):
+            sums = [part @ weights[:, :width] for part in parts]
         total = (torch.cat(sums) if sums else rows.new_empty(0, width)) * w.col_scale[columns]
         out[:, columns] = (total if bias is None else total + bias[columns].float()).to(a.dtype)
     return out.view(*a.shape[:-1], w.n)

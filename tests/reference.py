@@ -77,17 +77,17 @@ def kernel_weights(q, scales, zeros=None, *, group_size: int, dtype: str, g_idx=
 def has_running_scale(kernel) -> bool:
     """Whether a kernel (or Variant) keeps its sums in units of a group's scale (docs/layout.md): a
     weight is not rounded before the product, and ratios of scales are, to some 2^-22 each."""
-    tile = (kernel.family, kernel.decomposition, kernel.m_tile, kernel.group_size, kernel.dtype)
-    return tile == ("hopper", "data_parallel", 256, 128, "f16")
+    tile = (kernel.family, kernel.decomposition, kernel.m_tile, kernel.warps_k)
+    plain = tile == ("hopper", "data_parallel", 256, 1)
+    return plain and (kernel.dtype, kernel.group_size) == ("f16", 128)
 
 
-def nearest(out, exact, dtype: str, slack: float = 2.0**-19) -> np.ndarray:
-    """Where `out` is the number of `dtype` nearest to `exact` (float64), or either of two that are
+def nearest(out, exact, slack: float = 2.0**-19) -> np.ndarray:
+    """Where `out` is the float16 number nearest to `exact` (float64), or either of two that are
     about as near: to `slack` of its size."""
     out, exact = np.asarray(out, np.float64), np.asarray(exact, np.float64)
-    bits, least = (10, -14) if dtype == "float16" else (7, -126)
-    exponent = np.floor(np.log2(np.maximum(np.abs(exact), 2.0**least)))
-    return np.abs(out - exact) <= 2.0 ** (exponent - bits) / 2 + slack * np.abs(exact)
+    exponent = np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-14)))
+    return np.abs(out - exact) <= 2.0 ** (exponent - 10) / 2 + slack * np.abs(exact)
 
 
 def unrounded_weights(q, scales, zeros=None, *, group_size: int, dtype: str) -> np.ndarray:

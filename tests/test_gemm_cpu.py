@@ -181,6 +181,20 @@ def test_gradient_of_activations_and_bias(dtype, act_order):
     torch.testing.assert_close(bias.grad, grad.float().sum((0, 1)), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_sums_stay_in_fp32_under_autocast(batch_invariant):
+    """Autocast would round the reference's own product: here to infinity."""
+    q = torch.full((4096, 64), 15, dtype=torch.uint8)
+    w = pack(q, torch.full((32, 64), 2.0**-14), group_size=128)
+    a = torch.full((2, 4096), 2000.0).half().requires_grad_()
+    plain = gemm(a, w, batch_invariant=batch_invariant)
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = gemm(a, w, batch_invariant=batch_invariant)
+        (grad,) = torch.autograd.grad(out.sum(), a)
+    assert torch.equal(out, plain) and bool((out == 3500).all())
+    assert torch.equal(grad, torch.autograd.grad(plain.sum(), a)[0])
+
+
 def test_gradients_under_checkpointing_and_autocast():
     w, _ = weight()
     a = torch.randn(4, 256, requires_grad=True)

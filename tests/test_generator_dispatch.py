@@ -219,8 +219,8 @@ def test_beyond_the_most_rows_measured_only_what_was_timed_there_is_asked(tmp_pa
     )
     assert found[0].m.lo == 2049 and found[-1].m.hi is None
     assert all(a.m.hi + 1 == b.m.lo for a, b in itertools.pairwise(found))
-    by_m = {m: next(r.geometry for r in found if m in r.m) for m in (2305, 4096)}
-    assert by_m == {2305: small, 4096: large}
+    by_m = {m: next(r.geometry for r in found if m in r.m) for m in (2305, 4096, 8192)}
+    assert by_m == {2305: small, 4096: large, 8192: large}
     assert all(r.source == "measured A10 2026-11-29 at m=2048, beyond it the model" for r in found)
 
 
@@ -243,7 +243,18 @@ def test_measurements_of_another_arch_are_ignored(tmp_path):
     assert rows.read_measurements(ARCHS["sm_86"], tmp_path) == []
 
 
-@pytest.mark.parametrize("change", [{"geometry": "w4a16_m16"}, {"colour": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"geometry": "w4a16_m16"},
+        {"colour": 1},
+        {"k": 100},
+        {"us": 5e-324},
+        {"us": 10**400},
+        {"us_pdl": 1e300},
+    ],
+    ids=str,
+)
 def test_a_malformed_measurement_is_named(tmp_path, change):
     _write(tmp_path, [_entry(1, WIDE, 1.0), {**_entry(2, WIDE, 1.0), **change}])
     with pytest.raises(ValueError, match=r"a10\.json, entry 1"):

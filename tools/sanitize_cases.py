@@ -61,9 +61,13 @@ def main() -> int:
     parser.add_argument("--filter", default="*", help="only kernels whose name matches this glob")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after that")
     parser.add_argument("--m", type=int, help="rows; default: the row tile and three more")
-    parser.add_argument("--k", type=int, default=K, help="a multiple of 128: fewer for slow tools")
+    parser.add_argument("--k", type=int, default=K, help="a multiple of 128; less for slow tools")
     parser.add_argument("--list", action="store_true", help="print the cases for build.py")
     options = parser.parse_args()
+    if options.m is not None and options.m < 1:
+        parser.error(f"--m {options.m}: at least one row")
+    if options.k < 128 or options.k % 128:
+        parser.error(f"--k {options.k}: a positive multiple of 128")
     if options.list:
         print(*(f"--only={kernel.name}" for kernel in cases(options.filter)))
         return 0

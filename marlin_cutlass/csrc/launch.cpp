@@ -87,7 +87,7 @@ struct Key {
   int64_t m, n, k, variant;
   int32_t group_size, dtype, kind, device;  // kind: 1 zero points, 2 sparse
 
-  bool operator==(const Key& o) const {
+  bool operator==(const Key& o) const {  // without branches: every call compares one
     return ((m ^ o.m) | (n ^ o.n) | (k ^ o.k) | (variant ^ o.variant)) == 0 &&
            ((group_size ^ o.group_size) | (dtype ^ o.dtype) | (kind ^ o.kind) | (device ^ o.device)) == 0;
   }
@@ -109,11 +109,12 @@ struct PlanCache {
     Key key;
     const Plan* plan = nullptr;
   };
-  static constexpr size_t kRecent = 64;
+  static constexpr int kRecentBits = 6;
 
   static size_t place(const Key& key) {
     const uint64_t sizes = static_cast<uint64_t>(key.m) ^ static_cast<uint64_t>(key.n) << 20 ^ static_cast<uint64_t>(key.k) << 40;
-    return (sizes + static_cast<uint64_t>(key.variant)) * 0x9e3779b97f4a7c15u >> 58;
+    const int32_t others = 8 * key.device + 512 * key.group_size;
+    return (sizes + static_cast<uint64_t>(key.variant) + static_cast<uint64_t>(others)) * 0x9e3779b97f4a7c15u >> (64 - kRecentBits);
   }
   void clear() {
     recent.fill({});
@@ -122,11 +123,10 @@ struct PlanCache {
 
   uint64_t generation = 0;
   std::unordered_map<Key, Plan, KeyHash> plans;
-  std::array<Recent, kRecent> recent;
+  std::array<Recent, size_t{1} << kRecentBits> recent;
 };
-static_assert(PlanCache::kRecent == size_t{1} << (64 - 58), "place gives the upper 6 bits");
 constexpr int64_t kMaxPartials = int64_t{1} << 27;  // floats (512 MiB) of workspace that a stream or a graph may hold
-constexpr size_t kMaxPlans = 1 << 16;  // a server that meets every row count stays far below
+constexpr size_t kMaxPlans = 1 << 16;  // some 30 MB a thread; a server that meets every row count stays far below
 
 // Grid, block, shared memory and attributes of every launch of a plan.
 void set_config(Plan& p) {

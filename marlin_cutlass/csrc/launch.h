@@ -39,7 +39,7 @@ struct Plan {
   driver::LaunchAttribute attributes[2];  // config.attribute_count of them, then the programmatic launch of a Hopper kernel
 };
 
-// Chosen once for each shape and thread, then found again without a search.
+// Chosen once for each shape and thread, then found again at its place in a small table, or else by one hash lookup.
 const Plan& plan(const Call& call);
 
 // Launches on call.stream. A's base is 16-byte aligned, lda a multiple of 8 (of 64 columns on Hopper), call.k padded accordingly.

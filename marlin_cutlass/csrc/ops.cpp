@@ -57,7 +57,8 @@ void* data_of(const Handle& tensor) {
   return data;
 }
 
-// Arguments in the order of a schema, each tensor owned as soon as it is read. By hand, because TORCH_BOX makes a Tensor of each of them.
+// Arguments in the order of a schema, each tensor owned as soon as it is read. By hand, because TORCH_BOX makes a Tensor of each of them. The cell of
+// an optional is deleted as torch::stable::detail::to does for TORCH_TARGET of library.py; libraries for torch 2.13 and later have a function for it.
 class ArgumentReader {
  public:
   explicit ArgumentReader(const StableIValue* stack) : next_(stack) {}

@@ -92,7 +92,7 @@ def assert_nearest(out: torch.Tensor, k: int, n: int, group_size: int, zeros: bo
     exact = reference.unrounded_weights(
         *parts(k, n, group_size, zeros), group_size=group_size, dtype=name
     )
-    right = reference.nearest(reference.to_numpy(out), exact, name)
+    right = reference.nearest(reference.to_numpy(out), exact)
     assert right.all(), f"{int((~right).sum())} of {right.size} weights are not the nearest"
 
 
@@ -101,6 +101,7 @@ def assert_nearest(out: torch.Tensor, k: int, n: int, group_size: int, zeros: bo
 
 @every_kernel
 def test_identity_activations_give_the_dequantized_weight(kernel):
+    """Bit for bit; with a running scale the number nearest to the exact product."""
     if kernel is None:
         pytest.skip("no table for this device: run build.py")
     dtype = DTYPES[kernel.dtype]

@@ -13,6 +13,7 @@ import random
 import time
 
 import pytest
+import reference
 import torch
 from safety_cases import DEVICE, DTYPES, KERNELS, Weight, is_right, make_weight, one_of_each, weight
 
@@ -158,7 +159,8 @@ def test_a_row_that_is_not_finite_stays_alone(value):
 
 @pytest.mark.parametrize("what", ["zero", "subnormal", "negative", "large", "spread"])
 def test_odd_scales(what):
-    """Identity activations give the dequantised weight, bit for bit, in every decomposition."""
+    """Identity activations give the dequantised weight, bit for bit, in every decomposition; with a
+    running scale the number nearest to the exact product."""
     k, n = 384, 136
     signs = torch.randint(0, 2, (3, n)) * 2.0 - 1
     scales = {
@@ -176,6 +178,12 @@ def test_odd_scales(what):
         assert torch.equal(mc.gemm(eye, w.packed), want)
         for name in names if dtype == torch.float16 else ():
             assert torch.equal(mc.gemm(eye, w.packed, kernel=name), want), name
+    exact = mc.dequantize(w.packed, torch.float32).double().cpu().numpy()
+    eye = torch.eye(k, device=DEVICE).half()
+    for kernel in KERNELS:
+        if reference.has_running_scale(kernel) and not kernel.zeros:
+            out = reference.to_numpy(mc.gemm(eye, w.packed, kernel=kernel.name))
+            assert reference.nearest(out, exact).all(), kernel.name
 
 
 def test_partial_sums_beyond_float16_stay_finite():

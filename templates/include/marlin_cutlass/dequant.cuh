@@ -12,7 +12,7 @@ namespace marlin_cutlass {
 // Scales (and zero points) of fragment rows r and r + 8, both halves of each word equal.
 struct RowScales {
   uint32_t scale[2];
-  uint32_t bias[2];  // symmetric: -8 * scale in weight units; zero points: the zero as a subnormal code
+  uint32_t bias[2];  // symmetric: -8 * scale in weight units; zero points, and Scaling::kRunning: the zero as a subnormal code
   uint32_t mask[2];  // Scaling::kRunning: of a code; 0 where the scale is
 };
 
@@ -27,7 +27,8 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
   static_assert(kScaling == Scaling::kWeights || kGroupSize > 0, "one scale a column acts in the epilogue");
   static_assert(kScaling != Scaling::kGroupSums || kZeros, "symmetric weights have their scale and offset in one instruction");
   static_assert(kScaling != Scaling::kRunning || std::is_same<E, F16>::value, "bf16 weights have few bits set as they are");
-  static constexpr bool kScaleSums = kScaling != Scaling::kWeights, kRunning = kScaling == Scaling::kRunning;
+  static constexpr bool kPlainCodes = kScaling != Scaling::kWeights;  // fragments are codes minus zero point
+  static constexpr bool kRunning = kScaling == Scaling::kRunning;
   static constexpr bool kGrouped = kGroupSize > 0;
   static constexpr bool kHasEntries = kGrouped || kZeros;
   static constexpr int kGroupsPerBlock = kGrouped ? kBlockDepth / kGroupSize : 1;
@@ -52,7 +53,7 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
   }
 
   MC_DEVICE static RowScales prepare(Entry e) {
-    if constexpr (kRunning && !kZeros) e.zeros = 8 << 2 | 8 << 22;  // zero points of 8
+    if constexpr (kRunning && !kZeros) e.zeros = 8 << 2 | 8 << 22;  // 8 * 2^-22 and 8 * 2^-18, as zero points are stored
     RowScales s = prepare(e, Tag<E>{});
     if constexpr (kRunning) {  // sums cannot be in units of nothing: such weights are nothing
 #pragma unroll
@@ -74,7 +75,7 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
 
  private:
   MC_DEVICE static uint32_t convert(uint32_t x, uint32_t scale, uint32_t bias) {
-    if constexpr (kScaleSums) return subtract(x, scale, bias, Tag<E>{});
+    if constexpr (kPlainCodes) return subtract(x, scale, bias, Tag<E>{});
     else if constexpr (kZeros) return mul2<E>(sub2<E>(x, bias), scale);
     else return fma2<E>(x, scale, bias);
   }
@@ -95,7 +96,7 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
     // Stored scales are s_n * 2^22 and s_n * 2^18; per column s_n is 2^-7 (the column scale acts in the epilogue).
     s.scale[0] = kGrouped ? broadcast_low(e.scales) : 0x78007800u;
     s.scale[1] = kGrouped ? broadcast_high(e.scales) : 0x68006800u;
-    if constexpr (kZeros || kScaleSums) {
+    if constexpr (kZeros || kPlainCodes) {
       s.bias[0] = broadcast_low(e.zeros);
       s.bias[1] = broadcast_high(e.zeros);
     } else if constexpr (kGrouped) {
@@ -108,7 +109,7 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
   }
   MC_DEVICE static RowScales prepare(Entry e, Tag<BF16>) {
     RowScales s;
-    if constexpr (kScaleSums) {  // from 2^-131, the weight of the lowest code bit position, to 2^-22 and 2^-18
+    if constexpr (kPlainCodes) {  // from 2^-131, the weight of the lowest code bit position, to 2^-22 and 2^-18
       s.scale[0] = 0x76007600u;
       s.scale[1] = 0x78007800u;
       s.bias[0] = mul2<BF16>(broadcast_low(e.zeros), 0xf600f600u);

@@ -79,9 +79,10 @@ template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_
 #pragma unroll
     for (int r = 0; r < C::kRowBlocks; ++r) factors[r] = load_column_scales(p, atom_column<C>(first_block, group_n, r), lane_index());
     loop.run(steps_of_group<C>(first, steps, group_k));
-    if constexpr (C::kRunningScale)
+    if constexpr (C::kRunningScale) {  // sums are in units of the last group's scale
 #pragma unroll
       for (int i = 0; i < 2; ++i) factors[0].scale[i] *= loop.unit.row[i];
+    }
     first = (first + steps) % C::kWarpgroupsK;
     if constexpr (C::kWarpgroupsK > 1) {
       const bool keeps = reduce_k_groups<C>(loop.acc, base, group_n, group_k, reused);

@@ -34,8 +34,8 @@ template <class C> struct HopperMainloop {
     ring_.stage = warpgroup_k;
   }
 
-  // The sum of `steps` stages of this warpgroup in acc. The first product replaces what is there: clearing it first would cost 64 or 128
-  // instructions, fetched cold, while data waits.
+  // The sum of `steps` stages of this warpgroup in acc. The first product replaces what is there (but where scales act on sums, see begin_sums):
+  // clearing it first would cost 64 or 128 instructions, fetched cold, while data waits.
   MC_DEVICE void run(int steps) {
     if (steps <= 0) return clear();
     begin_sums();
@@ -62,11 +62,10 @@ template <class C> struct HopperMainloop {
   }
 
  private:
-  // Scaled sums: a group with sums of zero is what the first group of the tile finds before it.
   MC_DEVICE void begin_sums() {
     if constexpr (C::kRunningScale) {
       clear();  // or ptxas spills sums that are multiplied before the first product replaces them
-    } else if constexpr (C::kScaleSums) {
+    } else if constexpr (C::kScaleSums) {  // a group with sums of zero is what the first group of the tile finds before it
       clear();
 #pragma unroll
       for (int i = 0; i < C::kMTile / 2; ++i) group_sums_[1][i] = 0.f;
@@ -201,7 +200,7 @@ template <class C> struct HopperMainloop {
   }
   template <int kPart> MC_DEVICE void change_unit() {
     constexpr int kSums = C::kMTile / 2 / C::kParts;
-    wgmma_wait<1>();  // the other part's products may run on; ptxas wants to read so here
+    wgmma_wait<1>();  // the other part's products may run on; without a wait here ptxas adds its own (C7517)
 #pragma unroll
     for (int i = kPart * kSums; i < (kPart + 1) * kSums; ++i) {
       wgmma_pin(acc[0][i]);

@@ -30,7 +30,7 @@ MC_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); 
 template <class T> MC_DEVICE void forget(T& x) { asm volatile("" : "+r"(x)); }
 template <class T> MC_DEVICE void forget(T*& x) { asm volatile("" : "+l"(x)); }
 template <> MC_DEVICE void forget(int64_t& x) { asm volatile("" : "+l"(x)); }
-// a / b to some 2^-22, for b from 2^-126 to 2^126.
+// a / b to some 2^-22, for |b| from 2^-126 to 2^126.
 MC_DEVICE float approximate_quotient(float a, float b) { return __fdividef(a, b); }
 MC_DEVICE void block_sync() { __syncthreads(); }
 MC_DEVICE void warp_sync() { __syncwarp(); }
