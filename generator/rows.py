@@ -169,8 +169,10 @@ def _timed_at_most_rows(
     """
     weights: dict[tuple[int, int, int], list[Measurement]] = {}
     for x in measurements:
+        if x.format != DEFAULT_FORMAT:
+            continue
         variant = _variant(x)
-        if x.format == DEFAULT_FORMAT and variant.family == "hopper" and variant.name in variants:
+        if variant.family == "hopper" and variant.name in variants:
             weights.setdefault((x.sms, x.n, x.k), []).append(x)
     most = {key: max(x.m for x in timed) for key, timed in weights.items()}
     return {

@@ -420,7 +420,7 @@ SPARSE_MUTATIONS = (
     ),
     _one(
         "sparse: first scale of a block for all of it",
-        *(HLOOP, "(2 * kHalf + 1) * D::kGroupBytes", "(2 * kHalf) * D::kGroupBytes"),
+        *(HLOOP, "(2 * At::kHalf + 1) * D::kGroupBytes", "(2 * At::kHalf) * D::kGroupBytes"),
         *(HOPPER_SPARSE_G64, "values"),
     ),
     _one(

@@ -64,14 +64,30 @@ def normalised(scales, group_size: int) -> tuple[np.ndarray, np.ndarray]:
     return stored, factor
 
 
+def stored_products(
+    q, scales, zeros=None, *, group_size: int, dtype: str, g_idx=None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(q - z) * s_n float64 [K, N], with s_n as `dtype` holds it, and the column factor [N]."""
+    q = np.asarray(q, np.float64)
+    index = groups(q.shape[0], group_size, g_idx)
+    stored, factor = normalised(scales, group_size)
+    z = 8.0 if zeros is None else np.asarray(zeros, np.float64)[index]
+    return (q - z) * round_to(stored[index], dtype), factor
+
+
 def kernel_weights(q, scales, zeros=None, *, group_size: int, dtype: str, g_idx=None) -> np.ndarray:
     """The weight as kernels see it, float32 values of `dtype` [K, N]: two roundings, as
     documented."""
-    q = np.asarray(q, np.float32)
-    index = groups(q.shape[0], group_size, g_idx)
-    stored, factor = normalised(scales, group_size)
-    z = np.float32(8.0) if zeros is None else np.asarray(zeros, np.float32)[index]
-    return round_to(round_to((q - z) * round_to(stored[index], dtype), dtype) * factor, dtype)
+    products, factor = stored_products(
+        q, scales, zeros, group_size=group_size, dtype=dtype, g_idx=g_idx
+    )
+    return round_to(round_to(products, dtype) * factor, dtype)
+
+
+def unrounded_weights(q, scales, zeros=None, *, group_size: int, dtype: str) -> np.ndarray:
+    """As kernel_weights, but for the rounding of the products: float64 [K, N]."""
+    products, factor = stored_products(q, scales, zeros, group_size=group_size, dtype=dtype)
+    return products * factor
 
 
 def has_running_scale(kernel) -> bool:
@@ -88,15 +104,6 @@ def nearest(out, exact, slack: float = 2.0**-19) -> np.ndarray:
     out, exact = np.asarray(out, np.float64), np.asarray(exact, np.float64)
     exponent = np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-14)))
     return np.abs(out - exact) <= 2.0 ** (exponent - 10) / 2 + slack * np.abs(exact)
-
-
-def unrounded_weights(q, scales, zeros=None, *, group_size: int, dtype: str) -> np.ndarray:
-    """As kernel_weights, but for the rounding of the products: float64 [K, N]."""
-    q = np.asarray(q, np.float64)
-    index = groups(q.shape[0], group_size)
-    stored, factor = normalised(scales, group_size)
-    z = 8.0 if zeros is None else np.asarray(zeros, np.float64)[index]
-    return (q - z) * round_to(stored[index], dtype) * factor
 
 
 def product(a, w, bias=None) -> np.ndarray:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from emulator_cases import DTYPES
 from emulator_mutations import Edit, Mutation
-from reference import UNIT, normalised, round_to
+from reference import UNIT, unrounded_weights
 from test_emulator_mutations import mutated_headers
 
 from emulator import gemm
@@ -59,14 +59,11 @@ def random_weight(
         scales = sign * np.exp2(rng.integers(-9, -5, sign.shape))
     q, z = rng.integers(0, 16, (k, n), dtype=np.uint8), rng.integers(0, 17, scales.shape)
     q[::5], q[1::5], z[:, ::3], z[:, 1::3] = 0, 15, 0, 16
-    if not variant.zeros:
-        z[:] = 8
-    zeros = torch.from_numpy(z) if variant.zeros else None
+    z = z if variant.zeros else None
+    zeros = None if z is None else torch.from_numpy(z)
     tensors = (torch.from_numpy(q), torch.from_numpy(scales).float(), zeros)
-    stored, factor = normalised(scales, group)
-    stored = round_to(stored, str(DTYPES[variant.dtype]).removeprefix("torch."))
-    index = np.arange(k) // group
-    exact = (q - z[index].astype(np.float64)) * stored[index] * factor
+    dtype = str(DTYPES[variant.dtype]).removeprefix("torch.")
+    exact = unrounded_weights(q, scales, z, group_size=group, dtype=dtype)
     return pack(*tensors, group_size=group), exact
 
 
@@ -200,7 +197,7 @@ RUNNING_FAULTS = {
     "ratio of rows r and r + 8 swapped": ("ratio_.row[i / 2 % 2]", "ratio_.row[1 - i / 2 % 2]"),
     "second half of the rows keeps its unit": ("(kPart + 1) * kSums; ++i", "kSums; ++i"),
     "a part multiplied in every quad": (
-        "C::kRunningScale && kHalf == 0) {\n      if (b == 0)",
+        "C::kRunningScale && At::kHalf == 0) {\n      if (b == 0)",
         "C::kRunningScale) {\n      if (b == 0)",
     ),
 }  # fmt: skip

@@ -99,8 +99,8 @@ struct HopperConfig {
   static_assert(kDecomposition != Decomposition::kHybrid || (kRowBlocks == 1 && kWarpgroupsK == 1), "hybrid: one block a warpgroup");
   static_assert(!kSparse || (is_sparse_group(kGroupSize) && !kZeros_), "sparse: group_size 64, 128 or -1, symmetric");
   static_assert(kDecomposition != Decomposition::kStriped, "the Hopper family calls contiguous ranges stream_k");
-
   static_assert(!kRunningScale || kRowBlocks == 1, "running scale: one unit for all sums of a warpgroup");
+
   using Work = WorkLoop<kDecomposition, kSplit, kMulticast>;
   using Hybrid = HybridSchedule<kColumnBlocks, kMulticast>;
   // First column block of this CTA in column tile `n` of its cluster.

@@ -16,6 +16,12 @@ template <class C> struct HopperMainloop {
   // kScaleSums: quads, and so halves of a block, with the same scales; groups of a stage.
   static constexpr int kGroupQuads = C::kGroupSize == 128 ? 2 : 1, kGroups = kQuads / kGroupQuads;
 
+  // Where quad `kQuad` of a stage lies, and the set of fragments that its first batch takes.
+  template <int kQuad> struct Place {
+    static constexpr int kDepth = kQuad / (kHalves * C::kRowBlocks), kRow = kQuad / kHalves % C::kRowBlocks, kHalf = kQuad % kHalves;
+    static constexpr int kBuffer = kQuad * (4 / C::kBatch) % 2;
+  };
+
   float acc[C::kRowBlocks][C::kMTile / 2];
   typename D::Factors unit{{1.f, 1.f}};  // kRunningScale: of the sums in acc
 
@@ -99,18 +105,18 @@ template <class C> struct HopperMainloop {
   }
 
   template <int kQuad> MC_DEVICE void load_quad(int stage) {
-    constexpr int kDepth = kQuad / (kHalves * C::kRowBlocks), kRow = kQuad / kHalves % C::kRowBlocks, kHalf = kQuad % kHalves;
-    constexpr int kBlock = kRow * C::kBlockRowBytes + kDepth * C::kBlockBytes;
+    using At = Place<kQuad>;
+    constexpr int kBlock = At::kRow * C::kBlockRowBytes + At::kDepth * C::kBlockBytes;
     const int at = stage * C::kWeightBytes;
-    codes_next_ = ld_shared_u32x4(codes_ + at + kBlock + kHalf * 2048);
+    codes_next_ = ld_shared_u32x4(codes_ + at + kBlock + At::kHalf * 2048);
     if constexpr (C::kSparse) places_next_ = ld_shared_u32x4(places_address_ + at + kBlock);
     if constexpr (D::kHasEntries) {
       if constexpr (kEntriesPerQuad == 2) {
-        entry_next_[0] = D::load(entries_ + at + kBlock + (2 * kHalf) * D::kGroupBytes);
-        entry_next_[1] = D::load(entries_ + at + kBlock + (2 * kHalf + 1) * D::kGroupBytes);
+        entry_next_[0] = D::load(entries_ + at + kBlock + (2 * At::kHalf) * D::kGroupBytes);
+        entry_next_[1] = D::load(entries_ + at + kBlock + (2 * At::kHalf + 1) * D::kGroupBytes);
       } else if constexpr (C::kGroupSize == kQuadDepth) {
-        entry_next_[0] = D::load(entries_ + at + kBlock + kHalf * D::kGroupBytes);
-      } else if constexpr (kHalf == 0) {  // one group, or per-column zero points, for the whole block
+        entry_next_[0] = D::load(entries_ + at + kBlock + At::kHalf * D::kGroupBytes);
+      } else if constexpr (At::kHalf == 0) {  // one group, or per-column zero points, for the whole block
         entry_next_[0] = D::load(entries_ + at + kBlock);
       }
     }
@@ -124,9 +130,9 @@ template <class C> struct HopperMainloop {
   }
 
   template <int kQuad> MC_DEVICE void quad(int stage, uint64_t activations, bool more, bool accumulate) {
-    constexpr int kDepth = kQuad / (kHalves * C::kRowBlocks), kRow = kQuad / kHalves % C::kRowBlocks, kHalf = kQuad % kHalves;
+    using At = Place<kQuad>;
     const U32x4 codes = codes_next_;
-    if constexpr (kHalf == 0 || C::kGroupSize == 64 || C::kGroupSize == 32) {
+    if constexpr (At::kHalf == 0 || C::kGroupSize == 64 || C::kGroupSize == 32) {
       scales_[0] = D::prepare(entry_next_[0]);
       if constexpr (C::kScaleSums) factors_[kQuad / kGroupQuads % 2] = D::factors(entry_next_[0]);
       if constexpr (C::kRunningScale) next_unit(D::factors(entry_next_[0]));
@@ -136,19 +142,18 @@ template <class C> struct HopperMainloop {
     if constexpr (kQuad + 1 < kQuads) load_quad<kQuad + 1>(stage);
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
     // In 64 bits: a pair of uniform registers then takes one add of a constant for each wgmma.
-    const uint64_t descriptor = activations + (kDepth * 2 + kHalf) * kSliceUnits;
+    const uint64_t descriptor = activations + (At::kDepth * 2 + At::kHalf) * kSliceUnits;
 #pragma unroll
     for (int b = 0; b < 4 / C::kBatch; ++b) {
       constexpr int kBatch = C::kBatch;
-      constexpr int kBuffer = kQuad * (4 / kBatch) % 2;
-      uint32_t(&fragments)[4 * kBatch] = fragments_[(kBuffer + b) % 2];
+      uint32_t(&fragments)[4 * kBatch] = fragments_[(At::kBuffer + b) % 2];
 #pragma unroll
       for (int s = 0; s < kBatch; ++s) {
         const int step = b * kBatch + s;
         D::fragment(words[step], scales_[kEntriesPerQuad == 2 ? step / 2 : 0], &fragments[4 * s]);
         // In a register of their own while the wgmma runs: it reads them when it executes, as it does the fragments, but ptxas does not know
         // and would put the next load into the same register.
-        if constexpr (C::kSparse) places_[(kBuffer + b) % 2][s] = copy_of(places[step], zero_);
+        if constexpr (C::kSparse) places_[(At::kBuffer + b) % 2][s] = copy_of(places[step], zero_);
       }
       issue<kQuad, 0>(b, descriptor, accumulate);
       if constexpr (C::kParts == 2) issue<kQuad, 1>(b, descriptor, accumulate);
@@ -165,10 +170,10 @@ template <class C> struct HopperMainloop {
 
   // Batch `b` of a quad: one commit group, of part `kPart` of the rows.
   template <int kQuad, int kPart> MC_DEVICE void issue(int b, uint64_t descriptor, bool accumulate) {
-    constexpr int kDepth = kQuad / (kHalves * C::kRowBlocks), kRow = kQuad / kHalves % C::kRowBlocks, kHalf = kQuad % kHalves;
-    constexpr int kBatch = C::kBatch, kBuffer = kQuad * (4 / kBatch) % 2;
-    const uint32_t(&fragments)[4 * kBatch] = fragments_[(kBuffer + b) % 2];
-    if constexpr (C::kRunningScale && kHalf == 0) {
+    using At = Place<kQuad>;
+    constexpr int kBatch = C::kBatch;
+    const uint32_t(&fragments)[4 * kBatch] = fragments_[(At::kBuffer + b) % 2];
+    if constexpr (C::kRunningScale && At::kHalf == 0) {
       if (b == 0) change_unit<kPart>();
     }
     wgmma_fence();
@@ -182,8 +187,8 @@ template <class C> struct HopperMainloop {
         const int add = kQuad % kGroupQuads == 0 && step == 0 ? 0 : 1;
         multiply(group_sums_[kQuad / kGroupQuads % 2], &fragments[4 * s], 0u, descriptor, step, add);
       } else {
-        const int add = kDepth == 0 && kHalf == 0 && step == 0 ? accumulate : 1;
-        multiply(acc[kRow], &fragments[4 * s], places_[(kBuffer + b) % 2][s], descriptor, step, add);
+        const int add = At::kDepth == 0 && At::kHalf == 0 && step == 0 ? accumulate : 1;
+        multiply(acc[At::kRow], &fragments[4 * s], places_[(At::kBuffer + b) % 2][s], descriptor, step, add);
       }
     }
     wgmma_commit();
