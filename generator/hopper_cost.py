@@ -1,8 +1,9 @@
 """Time of a Hopper launch on the busiest SM: the fitted part of the cost model.
 
-Constants: least squares (soft L1 on the log ratio, near-best geometries weighted) over 6200
-timings of 48 geometries, 97 weights from 512 x 512 to 57344 x 8192, M = 1..2048, NVIDIA H200,
-2026-11-29, mean of times with and without dependent launch. docs/performance.md has the errors.
+Constants: least squares (soft L1 on the log ratio, near-best geometries weighted) over the 4800
+dense timings of generator/tuning/nvidia_h200.json, 47 weights from 512 x 512 to 57344 x 8192,
+M = 1..2048, NVIDIA H200, 2026-11-30, mean of times with and without dependent launch.
+docs/performance.md has the errors.
 """
 
 from __future__ import annotations
@@ -15,48 +16,49 @@ from generator.arch import Gpu
 from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
 from generator.variant import Variant
 
-START_US = 2.0  # gap between kernels and first data
-OVERLAP_LOSS = 0.066  # share of the shorter of (memory, compute) that does not hide
-STREAM_EFFICIENCY = 1.075  # of the measured bandwidth, inside the main loop
+START_US = 2.04  # gap between kernels and first data
+OVERLAP_LOSS = 0.128  # share of the shorter of (memory, compute) that does not hide
+STREAM_EFFICIENCY = 1.18  # of the measured bandwidth, inside the main loop
 # Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile. Nominal
 # clock: under load it is lower, which is in the figures.
 PIECE_CYCLES = {
-    8: 99.0,
-    16: 106.4,
-    24: 113.0,
-    32: 119.8,
-    48: 158.9,
-    64: 176.6,
-    96: 229.7,
-    128: 314.0,
-    192: 454.0,
-    256: 625.0,
+    8: 85.1,
+    16: 94.6,
+    24: 102.9,
+    32: 111.2,
+    48: 143.4,
+    64: 163.9,
+    96: 239.5,
+    128: 321.8,
+    192: 474.0,
+    256: 641.1,
 }
-L2_BYTES_PER_CLOCK = 47.1  # into one SM: weights, and activations once per tile of columns
+L2_BYTES_PER_CLOCK = 50.9  # into one SM: weights, and activations once per tile of columns
 PIECE_WEIGHT_BYTES = 2112
 # One, two, three warpgroups at work hide less latency: with row tiles below 96, and from 96 on.
-FEW_WARPGROUPS = ((1.271, 1.01, 0.97), (1.064, 0.94, 0.97))
-ONE_BLOCK = {96: 1.206}  # where a warpgroup has one block of columns, by m_tile
-K_GROUPS = {1: 1.0, 2: 1.047, 4: 1.24}  # warpgroups along K take stages in turn
-RANGES_DEEP = 0.152  # stream-K over several tiles: nothing in L2 is shared, more so in deep weights
+FEW_WARPGROUPS = ((1.32, 1.06, 1.04), (1.07, 0.922, 0.97))
+ONE_BLOCK = {96: 1.1}  # where a warpgroup has one block of columns, by m_tile
+K_GROUPS = {1: 1.0, 2: 1.07, 4: 1.22}  # warpgroups along K take stages in turn
+RAW_CODES = 0.991  # few rows: codes are multiplied as they lie
+RANGES_DEEP = 0.171  # stream-K over several tiles: nothing in L2 is shared, more so in deep weights
 DEEP = 16384
-CLUSTER_US = 0.59  # sum over a cluster
-RANGES_US, RANGES_PER_VALUE = 3.35, 3.9e-5  # stream-K: partial tiles through L2, for each sharer
-HYBRID_US, HYBRID_ROWS = 2.63, 0.14  # the second: share of time lost with several row tiles
-# Hybrid without whole blocks: nothing hides the sum over the CTAs that share a block.
-LONE_PASS_US, LONE_PASS_PER_ROW_AND_SHARER = 1.4, 0.0032
-ROUND_US = 0.9  # each further tile of a CTA: drain and restart
-TILE_US_PER_VALUE = 7.8e-5  # epilogue
+CLUSTER_US = 0.565  # sum over a cluster
+RANGES_US, RANGES_PER_VALUE = 3.16, 3.8e-5  # stream-K: partial tiles through L2, for each sharer
+HYBRID_US, HYBRID_ROWS = 2.43, 0.103  # the second: share of time lost with several row tiles
+# Sum over the CTAs that share a block of a hybrid pass, and the part of the time in which whole
+# blocks run on beside it that hides it.
+SHARES_US, SHARES_PER_ROW_AND_SHARER, SHARES_HIDDEN = 1.37, 0.00302, 0.561
+ROUND_US = 0.995  # each further tile of a CTA: drain and restart
+TILE_US_PER_VALUE = 3.3e-5  # epilogue
 CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
 # Sparse: a piece is 64 x 128, with as many codes and as many instructions of the same length, each
 # over twice as many activations, and the places of the kept values. Fitted to 250 timings of twelve
-# weights, M = 1..256, of 2026-11-30; fitted to nine of the weights, the choice was within 10 % of
-# the best in 95 to 100 % of the cells of the other three.
-SPARSE_PIECE_CYCLES = 1.266
+# weights, M = 1..256, of 2026-11-30: the choice is within 10 % of the best in 95 % of the cells.
+SPARSE_PIECE_CYCLES = 1.319
 SPARSE_PIECE_BYTES = 4024
-SPARSE_FOUR_K_GROUPS = 1.155
-SPARSE_HYBRID = 1.175
-SPARSE_STREAM = 0.955  # of the rate at which dense weights stream
+SPARSE_FOUR_K_GROUPS = 1.103
+SPARSE_HYBRID = 1.084
+SPARSE_STREAM = 0.914  # of the rate at which dense weights stream
 
 
 class HopperTime(NamedTuple):
@@ -145,10 +147,10 @@ class HopperModel:
         if v.sparse:
             steps *= SPARSE_HYBRID
         rounds, fix_up = m_tiles * (full + (whole + left > 0)), HYBRID_US
-        if not full and not whole:
-            sharers = grid / max(1, left)
-            lone = LONE_PASS_US + LONE_PASS_PER_ROW_AND_SHARER * v.m_tile * sharers
-            fix_up += m_tiles * lone
+        if left:
+            adding = SHARES_US + SHARES_PER_ROW_AND_SHARER * v.m_tile * grid / left
+            hiding = alone * whole * self.cycles[whole] * self.step_pieces / self.clock * 1e6
+            fix_up += m_tiles * max(0.0, adding - SHARES_HIDDEN * hiding)
         return m_tiles * steps * self.step_pieces, rounds, fix_up
 
 
@@ -158,11 +160,14 @@ def _cycles(v: Variant, busy: int, format_factor: float) -> float:
     """
     factor = FEW_WARPGROUPS[v.m_tile >= 96][busy - 1] if busy <= 3 else 1.0
     factor *= K_GROUPS.get(v.warps_k, 1.0)
+    if v.sums_activations:
+        factor *= RAW_CODES
     if v.sparse:
         factor *= SPARSE_PIECE_CYCLES * (SPARSE_FOUR_K_GROUPS if v.warps_k == 4 else 1.0)
     if v.n_sm // BLOCK_COLUMNS == v.warps_n:
         factor *= ONE_BLOCK.get(v.m_tile, 1.0)
-    dequantisation = 40.0 * (format_factor - 1) if v.m_tile <= 64 else 0.0
+    slower = v.m_tile <= 64 and not (v.sums_activations and v.dtype == "f16")
+    dequantisation = 40.0 * (format_factor - 1) if slower else 0.0
     row_bytes = 256 if v.sparse else 128
     activations = v.m_tile * row_bytes * BLOCK_COLUMNS / v.n_sm / v.multicast
     weights = SPARSE_PIECE_BYTES if v.sparse else PIECE_WEIGHT_BYTES

@@ -13,7 +13,7 @@ from generator import cost
 from generator.arch import GPUS, Arch
 from generator.cost import reference_gpu
 from generator.dispatch import DispatchRow, DispatchTable, Range
-from generator.problem import BLOCK_COLUMNS, ProblemShape
+from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, round_up
 from generator.space import Format
 from generator.variant import Geometry, Variant
 
@@ -226,8 +226,8 @@ def _around(x: int, all_x: list[int], reach: float) -> Range:
 
 # ---- rows from the model -------------------------------------------------------------------------
 
-# Upper bounds of the cells for which the model is asked, at their upper corner. Steps in n follow
-# the number of tiles.
+# Upper bounds of the cells for which the model is asked, at their corners. Steps in n follow the
+# number of tiles.
 M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 M_STEPS_HOPPER = (
     *(8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256, 288, 320, 384, 448, 512, 576),
@@ -274,11 +274,13 @@ def model_rows(
         near = [v for v in variants if low <= v.m_tile <= high] or variants
         totals = cost.totals(near, gpu)
         for k_range, k in _cells(k_steps, BEYOND["k"], 1):
-            choice = None
+            # Both ends in k as well: what a split costs weighs more in shallow weights.
+            choice, depths = None, (k, round_up(max(k_range.lo, k // 4), BLOCK_DEPTH))
             for n_range, n in _cells(n_steps, BEYOND["n"], 1):
                 points = [
-                    ProblemShape(x, y, k, fmt[2], fmt[0], fmt[1], variants[0].sparse)
+                    ProblemShape(x, y, z, fmt[2], fmt[0], fmt[1], variants[0].sparse)
                     for x, y in _corners(m_range, m, n_range, n)
+                    for z in depths
                 ]
                 choice = _cheapest(near, [totals(p) for p in points], choice)
                 columns.append((m_range, n_range, k_range, choice.geometry().name))
@@ -289,8 +291,8 @@ def model_rows(
 
 
 def _corners(m_range: Range, m: int, n_range: Range, n: int) -> list[tuple[int, int]]:
-    """Where in a cell the model is asked: the number of tiles, and with it the choice, can differ
-    from one end of a cell to the other. Up to 64 rows it does so with n alone.
+    """Rows and columns at which the model is asked in a cell: the number of tiles, and with it the
+    choice, can differ from one end of a cell to the other. Up to 64 rows it does so with n alone.
     """
     low_n = max(n_range.lo, BLOCK_COLUMNS)
     if m <= 64 or m_range.hi is None:

@@ -201,6 +201,19 @@ class Variant:
         return self.ctas_per_sm == 1 and self.warps_n * self.warps_k in (2, 4)
 
     @property
+    def sums_activations(self) -> bool:
+        """Hopper, few rows: idle producer warps add up the activations of each group, so that
+        codes are multiplied as they lie in memory (docs/layout.md)."""
+        return (
+            self.family == "hopper"
+            and (self.m_tile == 8 or (self.m_tile, self.warps_n) == (16, 4))
+            and self.group_size in (64, 128)
+            and self.k_sm // self.group_size % 2 == 0
+            and (self.multicast, self.ctas_per_sm) == (1, 1)
+            and self.warps_n * self.warps_k == 4
+        )
+
+    @property
     def threads(self) -> int:
         if not self.hopper:
             return 32 * self.warps_n * self.warps_k
@@ -241,6 +254,7 @@ class Variant:
         return (
             self.stages * self.stage_bytes
             + self._hopper_reduction_bytes()
+            + self._hopper_sum_bytes()
             + self._hopper_barrier_bytes()
         )
 
@@ -252,6 +266,13 @@ class Variant:
         chunks = self.n_sm // BLOCK_COLUMNS // self.warps_n * self.m_tile // 8
         return k_groups + (self.split - 1) * self.warps_n * ceil_div(chunks, self.split) * 2048
 
+    def _hopper_sum_bytes(self) -> int:
+        """Sums of activations of the groups in the ring, fp32; symmetric: for two kinds of rows."""
+        if not self.sums_activations:
+            return 0
+        group = (1 if self.zeros else 2) * self.m_tile * 4
+        return round_up(self.stages * (self.k_sm // self.group_size) * group, HOPPER_ALIGNMENT)
+
     def _hopper_barrier_bytes(self) -> int:
-        shared_stages = self.stages if self.multicast > 1 else 0
+        shared_stages = self.stages if self.multicast > 1 or self.sums_activations else 0
         return round_up(8 * (2 * self.stages + self.warps_n + shared_stages), HOPPER_ALIGNMENT)

@@ -20,6 +20,9 @@ HOPPER_SPLIT = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_split2_c1"
 HOPPER_HYBRID = "w4a16_hopper_f16_g128_m16_n256k128_w4x1_p4_hybrid_c1"
 HOPPER_MULTICAST = "w4a16_hopper_f16_g128_m16_n128k128_w2x1_p4_dp_c1_mc2"
 HOPPER_GROUPS = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_dp_c1"
+HOPPER_SUMS = "w4a16_hopper_f16_g128_m16_n256k256_w4x1_p4_dp_c1"
+HOPPER_SUMS_ZEROS = "w4a16_hopper_f16z_g128_m8_n128k256_w2x2_p8_streamk_c1"
+HOPPER_SUMS_BF16 = "w4a16_hopper_bf16_g64_m8_n256k256_w4x1_p5_hybrid_c1"
 SPARSE = "w4a16_sparse_f16_g128_m16_n128k256_w2x2_p3_striped_c1"
 HOPPER_SPARSE = "w4a16_hopper_sparse_f16_g128_m16_n128k256_w2x1_p4_dp_c1"
 HOPPER_SPARSE_G64 = "w4a16_hopper_sparse_f16_g64_m16_n128k256_w2x1_p4_dp_c1"
@@ -133,8 +136,8 @@ AMPERE_MUTATIONS = (
         "wrong nibble",
         *(
             DEQUANT,
-            "const uint32_t t = rotate_right(w, 8);",
-            "const uint32_t t = rotate_right(w, 4);",
+            "const uint32_t t = rotate_right(w, 8);\n    a[0] = convert",
+            "const uint32_t t = rotate_right(w, 4);\n    a[0] = convert",
         ),
         *(AMPERE, "values"),
     ),
@@ -150,7 +153,7 @@ AMPERE_MUTATIONS = (
     ),
     _one(
         "wrong nibble, bf16",
-        *(DEQUANT, "rotate_right(w, 12)", "rotate_right(w, 8)"),
+        *(DEQUANT, "convert(rotate_right(w, 12)", "convert(rotate_right(w, 8)"),
         *(AMPERE_BF16, "values"),
     ),
     _one(
@@ -287,6 +290,62 @@ HOPPER_MUTATIONS = (
             "while (more) {",
         ),
         *(HOPPER, "race"),
+    ),
+    _one(
+        "activations summed before they are there",
+        *(PRODUCER, "mbarrier_wait(C::activations(base_, ring_.stage), ring_.phase);", ""),
+        *(HOPPER_SUMS, "race"),
+    ),
+    _one(
+        "stage full before all lanes have stored its sums",
+        *(PRODUCER, "warp_sync();\n      if (kReleaseLanes", "if (kReleaseLanes"),
+        *(HOPPER_SUMS, "race"),
+    ),
+    _one(
+        "stage full with the sums of one warp",
+        *(HKERNEL, "1 + 2 * kReleaseLanes", "1 + kReleaseLanes"),
+        *(HOPPER_SUMS, "race", "mbarrier", "values", "deadlock"),
+    ),
+    _one(
+        "sums of the first group for all of a stage",
+        *(HLOOP, "+ kGroup * C::kGroupSumBytes", "+ 0 * kGroup * C::kGroupSumBytes"),
+        *(HOPPER_SUMS, "values"),
+    ),
+    _one(
+        "sums for rows r + 8 in the unit of rows r",
+        *(HLOOP, "high * C::kMTile * 4", "0 * high * C::kMTile * 4"),
+        *(HOPPER_SUMS, "values"),
+    ),
+    _one(
+        "a part of the activations not summed",
+        *(PRODUCER, "i < kChains; ++i) low", "i < kChains - 1; ++i) low"),
+        *(HOPPER_SUMS, "values"),
+    ),
+    _one(
+        "activations of the wrong unit summed twice",
+        *(PRODUCER, "(offset ^ (unit % 8 << 4))", "(offset ^ (unit % 4 << 4))"),
+        *(HOPPER_SUMS, "values"),
+    ),
+    _one(
+        "zero point of rows r for rows r + 8",
+        *(HLOOP, "{-offset.row[high] *", "{-offset.row[0] *"),
+        *(HOPPER_SUMS_ZEROS, "values"),
+    ),
+    _one(
+        "8 rows: the second half of a unit's depth left out",
+        *(PRODUCER, "kEight ? low + high", "kEight ? low"),
+        *(HOPPER_SUMS_ZEROS, "values"),
+    ),
+    _one(
+        "bf16: codes and 16, not 32, subtracted",
+        *(DEQUANT, "? 32.f : 0.f", "? 16.f : 0.f"),
+        *(HOPPER_SUMS_BF16, "values"),
+    ),
+    _one(
+        "hybrid: sums for all of k where a CTA has a share alone",
+        *("tile_order.cuh", "p.whole_blocks > 0 || p.left_over == 0", "true"),
+        *(HOPPER_SUMS_BF16, "deadlock"),
+        shape=(8, 300, 1536),
     ),
     _one(
         "barriers used before their initialisation is published",

@@ -78,7 +78,7 @@ def test_every_row_says_where_it_comes_from(table):
 
 def test_sizes_stay_readable(table):
     """The launcher scans rows in order, once for each new shape: 4 us at this length."""
-    assert len(table.rows) < 4000
+    assert len(table.rows) < 5000
 
 
 # ---- the checks themselves can fail --------------------------------------------------------------

@@ -137,6 +137,7 @@ def test_two_calls_that_cross_blocks_share_a_busy_device():
     names = [kernel.name for kernel in one_of_each() if kernel.cluster <= 2]
     a = torch.randn(700, 2048, device=DEVICE).half()
     streams = [torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)]
+    torch.cuda.synchronize()  # these streams do not wait for the one that made the tensors
     for stream in streams:
         with torch.cuda.stream(stream):
             want = {name: mc.gemm(a, w, kernel=name) for name in names}

@@ -12,12 +12,14 @@ import os
 import random
 import time
 
+import numpy as np
 import pytest
 import reference
 import torch
 from safety_cases import DEVICE, DTYPES, KERNELS, Weight, is_right, make_weight, one_of_each, weight
 
 import marlin_cutlass as mc
+from generator.variant import Variant
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 SECONDS = float(os.environ.get("SAFETY_SECONDS", "15"))
@@ -199,6 +201,44 @@ def test_partial_sums_beyond_float16_stay_finite():
         w = mc.pack(q, scales, z, group_size=group)
         a = torch.full((3, k), 64.0, device=DEVICE, dtype=DTYPES[kernel.dtype])
         assert not mc.gemm(a, w, kernel=kernel.name).any(), kernel.name
+
+
+@pytest.mark.parametrize("what", ["offset", "outlier", "zero weights"])
+def test_what_raw_codes_add_is_subtracted(what):
+    """Kernels for few rows multiply codes as they lie and subtract the zero point times the sum of
+    the activations: the rest is what docs/layout.md says, however large that sum is."""
+    k, n, m, rng = 2048, 136, 8, np.random.default_rng(3)
+    for kernel in KERNELS:
+        group, dtype = kernel.group_size, DTYPES[kernel.dtype]
+        if not Variant.parse(kernel.name).sums_activations:
+            continue
+        q = rng.integers(0, 16, (k, n), dtype=np.uint8)
+        scales = rng.uniform(2.0**-11, 2.0**-10, (k // group, n)).astype(np.float16)
+        zeros = rng.integers(0, 17, scales.shape) if kernel.zeros else None
+        zero = 8 if zeros is None else np.repeat(zeros, group, 0)
+        a = torch.randn(m, k, device=DEVICE)
+        if what == "outlier":
+            a = a * 0.01
+            a[:, 5] = 60000
+            q[5] = np.clip(zero if zeros is None else zero[5], 0, 15)
+        else:
+            a += 1000
+        if what == "zero weights":
+            q[:] = np.clip(zero, 0, 15)
+        a = a.to(dtype)
+        z = None if zeros is None else torch.from_numpy(zeros).to(DEVICE)
+        tensors = (torch.from_numpy(q).to(DEVICE), torch.from_numpy(scales).to(DEVICE), z)
+        out = mc.gemm(a, mc.pack(*tensors, group_size=group), kernel=kernel.name)
+        names = {"group_size": group, "dtype": str(dtype).removeprefix("torch.")}
+        values = a.double().cpu().numpy()
+        want = values @ reference.unrounded_weights(q, scales, zeros, **names)
+        unit, more = (2.0**-11, 0) if dtype == torch.float16 else (2.0**-8, 32)
+        codes = np.maximum(q, zero) + more
+        weights = codes * np.repeat(scales, group, 0).astype(np.float64)
+        rest = 2.0**-18 * np.abs(values) @ weights
+        error = np.abs(out.double().cpu().numpy() - want)
+        worst = ((error - unit * np.abs(want)) / rest).max()
+        assert worst <= 1, f"{kernel.name}: {worst:.2f} of what is allowed"
 
 
 # ---- what is refused on a device ----

@@ -16,10 +16,11 @@ struct RowScales {
   uint32_t mask[2];  // Scaling::kRunning: of a code; 0 where the scale is
 };
 
-// Where the scales of a group act. Except for kWeights fragments are codes minus zero point and the scales act on fp32 sums (factors).
+// Where the scales of a group act: on the weights, or (factors) on fp32 accumulators. Then fragments are codes minus zero point, but for kCodeSums.
 enum class Scaling {
   kWeights,
   kGroupSums,  // on the sums over a group
+  kCodeSums,   // the same, of the codes as they lie: accumulators start at -offset x (sum of the group's activations)
   kRunning,    // on all sums so far, which are in units of the scale: times its ratio to the next group's
 };
 
@@ -27,7 +28,8 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
   static_assert(kScaling == Scaling::kWeights || kGroupSize > 0, "one scale a column acts in the epilogue");
   static_assert(kScaling != Scaling::kGroupSums || kZeros, "symmetric weights have their scale and offset in one instruction");
   static_assert(kScaling != Scaling::kRunning || std::is_same<E, F16>::value, "bf16 weights have few bits set as they are");
-  static constexpr bool kPlainCodes = kScaling != Scaling::kWeights;  // fragments are codes minus zero point
+  static constexpr bool kScaledSums = kScaling != Scaling::kWeights;  // fragments are not scaled
+  static constexpr bool kRawCodes = kScaling == Scaling::kCodeSums;   // nor is the zero point subtracted
   static constexpr bool kRunning = kScaling == Scaling::kRunning;
   static constexpr bool kGrouped = kGroupSize > 0;
   static constexpr bool kHasEntries = kGrouped || kZeros;
@@ -53,6 +55,7 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
   }
 
   MC_DEVICE static RowScales prepare(Entry e) {
+    if constexpr (kRawCodes) return {};
     if constexpr (kRunning && !kZeros) e.zeros = 8 << 2 | 8 << 22;  // 8 * 2^-22 and 8 * 2^-18, as zero points are stored
     RowScales s = prepare(e, Tag<E>{});
     if constexpr (kRunning) {  // sums cannot be in units of nothing: such weights are nothing
@@ -67,15 +70,32 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
   }
 
   // Fragment a[0..3] of m16n8k16 / wgmma from the 8 codes in `w`.
-  MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a) { fragment(w, s, a, Tag<E>{}); }
+  MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a) {
+    if constexpr (kRawCodes) {
+      raw_fragment(w, a, Tag<E>{});
+#pragma unroll
+      for (int i = 0; i < 4; ++i) forget(a[i]);  // or ptxas serialises wgmma
+    } else {
+      fragment(w, s, a, Tag<E>{});
+    }
+  }
 
   // The scales of sums, rows r and r + 8: as the activation type holds them, over the unit of the codes.
   struct Factors { float row[2]; };
   MC_DEVICE static Factors factors(Entry e) { return factors(e, Tag<E>{}); }
 
+  // kRawCodes: by how much fragments exceed codes minus zero point, rows r and r + 8. Symmetric weights have the same everywhere.
+  static constexpr float kLowUnit = 0x1p-22f, kHighUnit = 0x1p-18f;  // of the codes of rows r and r + 8
+  static constexpr float kExcess = std::is_same<E, BF16>::value ? 32.f : 0.f;
+  static constexpr float kLowOffset = (8.f + kExcess) * kLowUnit, kHighOffset = (8.f + kExcess) * kHighUnit;
+  MC_DEVICE static Factors offsets(Entry e) {
+    if constexpr (!kZeros) return {{kLowOffset, kHighOffset}};
+    else return {{half_low_to_float(e.zeros) + kExcess * kLowUnit, half_high_to_float(e.zeros) + kExcess * kHighUnit}};
+  }
+
  private:
   MC_DEVICE static uint32_t convert(uint32_t x, uint32_t scale, uint32_t bias) {
-    if constexpr (kPlainCodes) return subtract(x, scale, bias, Tag<E>{});
+    if constexpr (kScaledSums) return subtract(x, scale, bias, Tag<E>{});
     else if constexpr (kZeros) return mul2<E>(sub2<E>(x, bias), scale);
     else return fma2<E>(x, scale, bias);
   }
@@ -96,7 +116,7 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
     // Stored scales are s_n * 2^22 and s_n * 2^18; per column s_n is 2^-7 (the column scale acts in the epilogue).
     s.scale[0] = kGrouped ? broadcast_low(e.scales) : 0x78007800u;
     s.scale[1] = kGrouped ? broadcast_high(e.scales) : 0x68006800u;
-    if constexpr (kZeros || kPlainCodes) {
+    if constexpr (kZeros || kScaledSums) {
       s.bias[0] = broadcast_low(e.zeros);
       s.bias[1] = broadcast_high(e.zeros);
     } else if constexpr (kGrouped) {
@@ -109,7 +129,7 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
   }
   MC_DEVICE static RowScales prepare(Entry e, Tag<BF16>) {
     RowScales s;
-    if constexpr (kPlainCodes) {  // from 2^-131, the weight of the lowest code bit position, to 2^-22 and 2^-18
+    if constexpr (kScaledSums) {  // from 2^-131, the weight of the lowest code bit position, to 2^-22 and 2^-18
       s.scale[0] = 0x76007600u;
       s.scale[1] = 0x78007800u;
       s.bias[0] = mul2<BF16>(broadcast_low(e.zeros), 0xf600f600u);
@@ -133,6 +153,23 @@ template <class E, int kGroupSize, bool kZeros, Scaling kScaling = Scaling::kWei
       s.bias[0] = s.bias[1] = 0xbd80bd80u;  // -8 * 2^-7
     }
     return s;
+  }
+  MC_DEVICE static void raw_fragment(uint32_t w, uint32_t* a, Tag<F16>) {
+    const uint32_t t = rotate_right(w, 8);
+    a[0] = w & code_mask(0);
+    a[1] = w & code_mask(1);
+    a[2] = t & code_mask(0);
+    a[3] = t & code_mask(1);
+  }
+  // A bf16 number 32 + code, in the units 2^-22 and 2^-18.
+  MC_DEVICE static void raw_fragment(uint32_t w, uint32_t* a, Tag<BF16>) {
+    uint32_t low = 0x37003700u, high = 0x39003900u;
+    forget(low);  // a LOP3 takes one constant: these are kept in registers
+    forget(high);
+    a[0] = and_or(w, code_mask(0), low);
+    a[1] = and_or(w >> 4, code_mask(0), high);
+    a[2] = and_or(rotate_right(w, 8), code_mask(0), low);
+    a[3] = and_or(rotate_right(w, 12), code_mask(0), high);
   }
   MC_DEVICE static void fragment(uint32_t w, const RowScales& s, uint32_t* a, Tag<F16>) {
     const uint32_t t = rotate_right(w, 8);

@@ -7,7 +7,7 @@
 
 namespace marlin_cutlass {
 
-// Lanes of a warp that report a stage as read. compute-sanitizer's racecheck follows an arrival only for the lane that makes it: kernels built with
+// Lanes of a warp that report a stage as read, or its activations as summed. compute-sanitizer's racecheck follows an arrival only for the lane that makes it: kernels built with
 // MC_RACECHECK have all of them arrive.
 #ifdef MC_RACECHECK
 constexpr int kReleaseLanes = 32;
@@ -19,6 +19,7 @@ template <class Element_, int kGroupSize_, bool kZeros_, int kMTile_, int kNSm_,
           int kStages_, Decomposition kDecomposition_, int kSplit_, int kCtasPerSm_, int kMulticast_, bool kSparse_ = false>
 struct HopperConfig {
   using Element = Element_;
+  static constexpr bool kZeros = kZeros_;
   static constexpr int kGroupSize = kGroupSize_, kMTile = kMTile_, kNSm = kNSm_, kKSm = kKSm_;
   static constexpr int kWarpgroupsN = kWarpgroupsN_, kWarpgroupsK = kWarpgroupsK_, kStages = kStages_;
   static constexpr Decomposition kDecomposition = kDecomposition_;
@@ -35,16 +36,25 @@ struct HopperConfig {
   static constexpr int kConsumerWarpgroups = kWarpgroupsN * kWarpgroupsK;
   static constexpr int kConsumerThreads = 128 * kConsumerWarpgroups;
 
-  // Zero points: scales act on the fp32 sums of a group where activation rows are few. Per weight that saves one instruction of two; per group it
-  // costs one for each sum. Two sets of sums alternate, so that a stage must hold an even number of groups.
-  static constexpr bool kScaleSums = kZeros_ && kMTile <= 32 && (kGroupSize == 64 || (kGroupSize == 128 && kDepthBlocks * kRowBlocks % 2 == 0));
+  // Two sets of accumulators alternate where scales act on the sums over a group: a stage must hold an even number of groups.
+  static constexpr bool kEvenGroups = kGroupSize == 64 || (kGroupSize == 128 && kDepthBlocks * kRowBlocks % 2 == 0);
+  // Few rows: two spare producer warps sum the activations of each group, and tensor cores multiply the codes as they lie. A group's accumulators
+  // start at minus zero point (symmetric: 8) times the sum. That saves the one arithmetic instruction for each pair of weights. With 16 rows and
+  // narrow tiles, or with 32 rows, the two warps do not keep up (docs/performance.md).
+  static constexpr bool kActivationSums = (kMTile == 8 || (kMTile == 16 && kWarpgroupsN == 4)) && kEvenGroups && kKSm / kGroupSize % 2 == 0 && !kSparse &&
+                                          kMulticast == 1 && kCtasPerSm == 1 && kConsumerWarpgroups == 4;
+  // Zero points and few rows: scales act on the sums over a group. Per weight that saves one instruction of two, per group it costs one for each sum.
+  static constexpr bool kScaleSums = kActivationSums || (kZeros_ && kMTile <= 32 && kEvenGroups);
   // The tile of large products keeps its sums in units of the scale of the group at hand, so that tensor cores multiply small integers, with few
   // bits set, at less power. H200, 2026-11-30, M = 1024 and 2048: 1-2 % less time; with bf16, which has few bits as it is, 0.3-2 % more.
   static constexpr bool kRunningScale = kDecomposition == Decomposition::kDataParallel && kWarpgroupsK == 1 && kMTile == 256 && kGroupSize == 128 &&
                                         !kSparse && std::is_same<Element, F16>::value;
   static constexpr int kParts = kRunningScale ? 2 : 1;  // of a wgmma's rows: sums of one are multiplied while products of the other run
   using Dequant = Dequantizer<Element_, kGroupSize_, kZeros_,
-                              kRunningScale ? Scaling::kRunning : kScaleSums ? Scaling::kGroupSums : Scaling::kWeights>;
+                              kRunningScale     ? Scaling::kRunning
+                              : kActivationSums ? Scaling::kCodeSums
+                              : kScaleSums      ? Scaling::kGroupSums
+                                                : Scaling::kWeights>;
 
   // Registers move from the producer to the consumers where a whole producer warpgroup pays for itself. Pools are per SM quarter:
   // launch registers x threads must cover the sum (2 consumer warpgroups: 168 x 384, 4: 96 x 640).
@@ -85,8 +95,15 @@ struct HopperConfig {
   static constexpr int kOwnedChunks = (kChunks + kSplit - 1) / kSplit;   // chunks that one CTA of a cluster finishes
   static constexpr int kReceiveBytes = kCluster ? (kSplit - 1) * kWarpgroupsN * kOwnedChunks * 2048 : 0;
   static constexpr int kReceiveOffset = kReduceOffset + kGroupReduceBytes;
-  static constexpr int kBarrierOffset = kReceiveOffset + kReceiveBytes;
-  static constexpr int kBarrierBytes = (8 * (2 * kStages + kWarpgroupsN + (kMulticast > 1 ? kStages : 0)) + 127) / 128 * 128;
+  // Sums of activations: [stage][group][activation row], fp32. Of symmetric weights -offset x sum, once for each fragment row r and r + 8 (their
+  // codes have different units): [stage][group][2][activation row]. With zero points the consumer multiplies, each column by its own.
+  static constexpr int kStageGroups = kActivationSums ? kKSm / kGroupSize : 0;
+  static constexpr int kGroupSumBytes = (kZeros_ ? 1 : 2) * kMTile * 4;
+  static constexpr int kSumsOffset = kReceiveOffset + kReceiveBytes;
+  static constexpr int kSumsBytes = (kStages * kStageGroups * kGroupSumBytes + 127) / 128 * 128;
+  static constexpr int kBarrierOffset = kSumsOffset + kSumsBytes;
+  static constexpr int kExtraBarriers = kMulticast > 1 || kActivationSums ? kStages : 0;
+  static constexpr int kBarrierBytes = (8 * (2 * kStages + kWarpgroupsN + kExtraBarriers) + 127) / 128 * 128;
   static constexpr int kSharedBytes = kBarrierOffset + kBarrierBytes;
 
   static_assert(kColumnBlocks % kWarpgroupsN == 0, "a warpgroup takes whole 64-column blocks");
@@ -119,6 +136,9 @@ struct HopperConfig {
   MC_DEVICE static smem_addr_t empty(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * (kStages + stage); }
   // Multicast: the stage is free in every CTA of the cluster.
   MC_DEVICE static smem_addr_t cluster_empty(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * (2 * kStages + kWarpgroupsN + stage); }
+  // kActivationSums: the activations of a stage have arrived; `full` follows once they are summed.
+  MC_DEVICE static smem_addr_t activations(smem_addr_t base, int stage) { return cluster_empty(base, stage); }
+  MC_DEVICE static smem_addr_t sums(smem_addr_t base, int stage) { return base + kSumsOffset + stage * (kStageGroups * kGroupSumBytes); }
   MC_DEVICE static smem_addr_t received(smem_addr_t base, int warpgroup) { return base + kBarrierOffset + 8 * (2 * kStages + warpgroup); }
 };
 

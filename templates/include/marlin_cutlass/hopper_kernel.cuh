@@ -1,5 +1,5 @@
 // Hopper family (sm_90a): C^T = W^T A^T with the packed weights as wgmma's register operand. One producer warp streams weights, one streams
-// activations; consumer warpgroups dequantise and multiply. Weights start before the previous kernel has ended (programmatic dependent launch).
+// activations, two may sum these; consumer warpgroups dequantise and multiply. Weights start before the previous kernel has ended (programmatic dependent launch).
 #pragma once
 #include "marlin_cutlass/epilogue.cuh"
 #include "marlin_cutlass/hopper_config.cuh"
@@ -15,13 +15,15 @@ namespace marlin_cutlass {
 template <class C> MC_DEVICE void initialise_barriers(smem_addr_t base, uint32_t rank) {
   if (base & 1023u) trap();  // the swizzle is a function of the address
   for (int s = 0; s < C::kStages; ++s) {
-    mbarrier_init(C::full(base, s), 2);                       // weights and activations
+    mbarrier_init(C::full(base, s), C::kActivationSums ? 1 + 2 * kReleaseLanes : 2);  // weights, and activations or the two warps that sum them
     mbarrier_init(C::empty(base, s), C::kReleases * C::kWarpgroupsN);  // of one k group
   }
   if constexpr (C::kCluster)
     for (int w = 0; w < C::kWarpgroupsN; ++w) mbarrier_init(C::received(base, w), 1);
   if constexpr (C::kMulticast > 1)
     for (int s = 0; s < C::kStages; ++s) mbarrier_init(C::cluster_empty(base, s), C::kMulticast);
+  if constexpr (C::kActivationSums)
+    for (int s = 0; s < C::kStages; ++s) mbarrier_init(C::activations(base, s), 1);
   mbarrier_init_fence();
   if constexpr (C::kCluster) arm_receive_barriers<C>(base, rank);
 }
@@ -159,11 +161,27 @@ template <class C> MC_DEVICE void activations_warp(const GemmParams& p, const Te
   if constexpr (C::kCluster) cluster_wait_unaligned();
 }
 
+// By two warps.
+template <class C> MC_DEVICE void sum_activations(const GemmParams& p, smem_addr_t base, uint32_t rank) {
+  ActivationSums<C> sums(base, warp_index() & 1);
+  wait_for_previous_grid();  // asleep, not in a wait that counts its tries
+  if constexpr (C::kDecomposition == Decomposition::kHybrid) {
+    const typename C::Hybrid schedule{p};
+    for (int index = 0; index < schedule.passes(); ++index) sums.run(schedule.steps(block_index(), index));
+  } else {
+    typename C::Work work = work_of<C>(p, rank);
+    Segment s;
+    while (work.next(s)) sums.run(s.k_end - s.k_begin);
+  }
+  warp_sync();
+}
+
 // A producer warpgroup has four warps, since only whole warpgroups can give registers away. NOTE: each role has its own setmaxnreg, though the PTX
 // ISA wants the same instruction of all warps of a warpgroup (.aligned). In SASS (nvcc 13.0) it is a give-back by each warp for itself, and every
 // variant ran so on an H200; one instruction ahead of the roles makes ptxas serialise wgmma, or turn this wait into a predicated one.
-template <class C> MC_DEVICE void idle_warp() {
+template <class C> MC_DEVICE void spare_warp(const GemmParams& p, smem_addr_t base, uint32_t rank) {
   if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
+  if constexpr (C::kActivationSums) sum_activations<C>(p, base, rank);
   if constexpr (C::kInCluster) cluster_wait_unaligned();
 }
 
@@ -181,7 +199,7 @@ template <class C> MC_DEVICE void hopper_gemm(const TensorMap& map_a, const Gemm
   if (warp == kConsumerWarps) return weights_warp<C>(p, base, rank);
   if (warp == kConsumerWarps + 1) return activations_warp<C>(p, map_a, base, rank);
   wait_for_barriers<C>();
-  if (warp >= kConsumerWarps) return idle_warp<C>();
+  if (warp >= kConsumerWarps) return spare_warp<C>(p, base, rank);
   if constexpr (C::kMoveRegisters) registers_increase<C::kConsumerRegisters>();
   if constexpr (C::kMulticast > 1) cluster_wait();
   if constexpr (C::kDecomposition == Decomposition::kHybrid) consume_hybrid<C>(p, base);

@@ -36,6 +36,10 @@ template <class C> struct HopperMainloop {
     if constexpr (C::kSparse) zero_ = opaque_zero();
     forget(codes_);  // kept in registers: computed again they are three instructions of sixty in every quad
     if constexpr (D::kHasEntries) forget(entries_);
+    if constexpr (C::kActivationSums) {
+      sums_ = C::sums(base, 0) + (lane & 3) * 8;
+      forget(sums_);
+    }
     descriptor_ = make_descriptor(uniform(descriptor_low(base)));
     ring_.stage = warpgroup_k;
   }
@@ -71,6 +75,7 @@ template <class C> struct HopperMainloop {
   MC_DEVICE void begin_sums() {
     if constexpr (C::kRunningScale) {
       clear();  // or ptxas spills sums that are multiplied before the first product replaces them
+      unit = {{1.f, 1.f}};  // a scale that is not finite stays in its column
     } else if constexpr (C::kScaleSums) {  // a group with sums of zero is what the first group of the tile finds before it
       clear();
 #pragma unroll
@@ -94,7 +99,7 @@ template <class C> struct HopperMainloop {
     }
   }
 
-  // One lane for its warp: a warp-wide wgmma, which consumed what the lanes read, has ordered them. (With a __syncwarp here ptxas serialises wgmma,
+  // One lane for its warp: what the lanes read was issued ahead of a warp-wide wgmma, and is in use. (With a __syncwarp here ptxas serialises wgmma,
   // C7513.)
   MC_DEVICE void release(int stage) {
     if (kReleaseLanes > 1 || lane_index() == 0) mbarrier_arrive(C::empty(base_, stage));
@@ -132,6 +137,7 @@ template <class C> struct HopperMainloop {
   template <int kQuad> MC_DEVICE void quad(int stage, uint64_t activations, bool more, bool accumulate) {
     using At = Place<kQuad>;
     const U32x4 codes = codes_next_;
+    if constexpr (C::kActivationSums && kQuad % kGroupQuads == 0) begin_group<kQuad>(stage);
     if constexpr (At::kHalf == 0 || C::kGroupSize == 64 || C::kGroupSize == 32) {
       scales_[0] = D::prepare(entry_next_[0]);
       if constexpr (C::kScaleSums) factors_[kQuad / kGroupQuads % 2] = D::factors(entry_next_[0]);
@@ -184,7 +190,7 @@ template <class C> struct HopperMainloop {
         constexpr int kRows = C::kMTile / C::kParts;
         wgmma_m64k16<typename C::Element, kRows, kPart * kRows / 2>(acc[0], &fragments[4 * s], descriptor + 2 * step + kPart * kRows * 8);
       } else if constexpr (C::kScaleSums) {
-        const int add = kQuad % kGroupQuads == 0 && step == 0 ? 0 : 1;
+        const int add = !C::kActivationSums && kQuad % kGroupQuads == 0 && step == 0 ? 0 : 1;
         multiply(group_sums_[kQuad / kGroupQuads % 2], &fragments[4 * s], 0u, descriptor, step, add);
       } else {
         const int add = At::kDepth == 0 && At::kHalf == 0 && step == 0 ? accumulate : 1;
@@ -210,6 +216,25 @@ template <class C> struct HopperMainloop {
     for (int i = kPart * kSums; i < (kPart + 1) * kSums; ++i) {
       wgmma_pin(acc[0][i]);
       acc[0][i] *= ratio_.row[i / 2 % 2];
+    }
+  }
+
+  // kActivationSums: starts the accumulators of the group that begins with quad `kQuad` at -offset x (sum of its activations).
+  template <int kQuad> MC_DEVICE void begin_group(int stage) {
+    using At = Place<kQuad>;
+    constexpr int kGroup = C::kGroupSize == 128 ? At::kDepth : At::kDepth * 2 + At::kHalf;
+    const smem_addr_t at = sums_ + stage * (C::kStageGroups * C::kGroupSumBytes) + kGroup * C::kGroupSumBytes;
+    float(&sums)[C::kMTile / 2] = group_sums_[kQuad / kGroupQuads % 2];
+    const typename D::Factors offset = D::offsets(entry_next_[0]);
+#pragma unroll
+    for (int i = 0; i < C::kMTile / 8; ++i) {
+#pragma unroll
+      for (int high = 0; high < 2; ++high) {
+        F32x2 v = ld_shared_f32x2(at + i * 32 + (C::kZeros ? 0 : high * C::kMTile * 4));
+        if constexpr (C::kZeros) v = {-offset.row[high] * v.x, -offset.row[high] * v.y};
+        sums[4 * i + 2 * high] = v.x;
+        sums[4 * i + 2 * high + 1] = v.y;
+      }
     }
   }
 
@@ -260,7 +285,7 @@ template <class C> struct HopperMainloop {
     }
   }
 
-  smem_addr_t base_, codes_, entries_, places_address_ = 0;
+  smem_addr_t base_, codes_, entries_, places_address_ = 0, sums_ = 0;
   uint64_t descriptor_;
   RingPosition<C::kStages> ring_;
   int held_ = -1;

@@ -16,6 +16,7 @@ struct BF16 {};
 
 struct alignas(8) U32x2 { uint32_t x, y; };
 struct alignas(16) U32x4 { uint32_t x, y, z, w; };
+struct alignas(8) F32x2 { float x, y; };
 struct alignas(16) F32x4 { float x, y, z, w; };
 
 // ---- threads ----------------------------------------------------------------------------------------------------
@@ -70,6 +71,12 @@ MC_DEVICE F32x4 ld_shared_f32x4(smem_addr_t addr) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr));
   return v;
 }
+MC_DEVICE F32x2 ld_shared_f32x2(smem_addr_t addr) {
+  F32x2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(addr));
+  return v;
+}
+MC_DEVICE void st_shared_f32(smem_addr_t addr, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory"); }
 MC_DEVICE void st_shared_u32(smem_addr_t addr, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(v) : "memory");
 }
@@ -218,6 +225,12 @@ MC_DEVICE float bfloat_high_to_float(uint32_t x) { return __uint_as_float(x & 0x
 // The low / high half of x in both halves.
 MC_DEVICE uint32_t broadcast_low(uint32_t x) { return __byte_perm(x, x, 0x1010); }
 MC_DEVICE uint32_t broadcast_high(uint32_t x) { return __byte_perm(x, x, 0x3232); }
+// (x & mask) | bits in one instruction: of two constants the compiler makes two.
+MC_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(x), "r"(mask), "r"(bits));
+  return v;
+}
 MC_DEVICE uint32_t rotate_right(uint32_t x, int bits) { return __funnelshift_r(x, x, bits); }
 
 }  // namespace marlin_cutlass

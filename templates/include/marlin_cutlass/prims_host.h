@@ -26,6 +26,7 @@ template <> struct IsBf16<BF16> { static constexpr bool value = true; };
 
 struct alignas(8) U32x2 { uint32_t x, y; };
 struct alignas(16) U32x4 { uint32_t x, y, z, w; };
+struct alignas(8) F32x2 { float x, y; };
 struct alignas(16) F32x4 { float x, y, z, w; };
 
 // ---- threads ----------------------------------------------------------------------------------------------------
@@ -67,6 +68,12 @@ MC_DEVICE F32x4 ld_shared_f32x4(smem_addr_t addr) {
   emu_ld_shared(addr, 16, &v);
   return v;
 }
+MC_DEVICE F32x2 ld_shared_f32x2(smem_addr_t addr) {
+  F32x2 v;
+  emu_ld_shared(addr, 8, &v);
+  return v;
+}
+MC_DEVICE void st_shared_f32(smem_addr_t addr, float v) { emu_st_shared(addr, 4, &v); }
 MC_DEVICE void st_shared_u32(smem_addr_t addr, uint32_t v) { emu_st_shared(addr, 4, &v); }
 MC_DEVICE void st_shared_f32x4(smem_addr_t addr, F32x4 v) { emu_st_shared(addr, 16, &v); }
 
@@ -125,6 +132,7 @@ MC_DEVICE float bfloat_low_to_float(uint32_t x) { return emu_to_float(true, stat
 MC_DEVICE float bfloat_high_to_float(uint32_t x) { return emu_to_float(true, static_cast<uint16_t>(x >> 16)); }
 MC_DEVICE uint32_t broadcast_low(uint32_t x) { return (x & 0xffffu) | (x << 16); }
 MC_DEVICE uint32_t broadcast_high(uint32_t x) { return (x >> 16) | (x & 0xffff0000u); }
+MC_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 MC_DEVICE uint32_t rotate_right(uint32_t x, int bits) { return (x >> (bits & 31)) | (x << (-bits & 31)); }
 
 }  // namespace marlin_cutlass

@@ -109,6 +109,13 @@ template <int kSlots, int kMulticast> struct HybridSchedule {
     if (pass.whole == 0) pass.steps = end - begin;
     return pass;
   }
+  // pass(cta, index).steps, for a warp that needs nothing else.
+  MC_DEVICE int steps(int cta, int index) const {
+    const int i = p.m_tiles > 1 ? index % passes_per_row() : index;
+    if (i < p.full_passes || p.whole_blocks > 0 || p.left_over == 0) return p.k_steps;
+    const int cluster = cta / kMulticast;
+    return share_begin(cluster + 1) - share_begin(cluster);
+  }
   // The CTA that holds the first k step of left-over block `block` (index in C).
   MC_DEVICE int first_sharer(int block) const {
     const int index = block - (p.n_blocks - p.left_over), unit = index / kMulticast * p.k_steps;
