@@ -345,7 +345,7 @@ HOPPER_MUTATIONS = (
         "hybrid: sums for all of k where a CTA has a share alone",
         *("tile_order.cuh", "p.whole_blocks > 0 || p.left_over == 0", "true"),
         *(HOPPER_SUMS_BF16, "deadlock"),
-        shape=(8, 300, 1536),
+        shape=(8, 200, 1536),
     ),
     _one(
         "barriers used before their initialisation is published",
