@@ -202,7 +202,7 @@ class Variant:
 
     @property
     def sums_activations(self) -> bool:
-        """Hopper, few rows: idle producer warps add up the activations of each group, so that
+        """Hopper, few rows: spare producer warps add up the activations of each group, so that
         codes are multiplied as they lie in memory (docs/layout.md)."""
         return (
             self.family == "hopper"

@@ -7,8 +7,8 @@
 
 namespace marlin_cutlass {
 
-// Lanes of a warp that report a stage as read, or its activations as summed. compute-sanitizer's racecheck follows an arrival only for the lane that makes it: kernels built with
-// MC_RACECHECK have all of them arrive.
+// Lanes of a warp that report a stage as read, or its activations as summed. compute-sanitizer's racecheck follows an arrival only for the lane
+// that makes it: kernels built with MC_RACECHECK have all of them arrive.
 #ifdef MC_RACECHECK
 constexpr int kReleaseLanes = 32;
 #else
@@ -41,8 +41,8 @@ struct HopperConfig {
   // Few rows: two spare producer warps sum the activations of each group, and tensor cores multiply the codes as they lie. A group's accumulators
   // start at minus zero point (symmetric: 8) times the sum. That saves the one arithmetic instruction for each pair of weights. With 16 rows and
   // narrow tiles, or with 32 rows, the two warps do not keep up (docs/performance.md).
-  static constexpr bool kActivationSums = (kMTile == 8 || (kMTile == 16 && kWarpgroupsN == 4)) && kEvenGroups && kKSm / kGroupSize % 2 == 0 && !kSparse &&
-                                          kMulticast == 1 && kCtasPerSm == 1 && kConsumerWarpgroups == 4;
+  static constexpr bool kActivationSums = (kMTile == 8 || (kMTile == 16 && kWarpgroupsN == 4)) && kEvenGroups && kKSm / kGroupSize % 2 == 0 &&
+                                          !kSparse && kMulticast == 1 && kCtasPerSm == 1 && kConsumerWarpgroups == 4;
   // Zero points and few rows: scales act on the sums over a group. Per weight that saves one instruction of two, per group it costs one for each sum.
   static constexpr bool kScaleSums = kActivationSums || (kZeros_ && kMTile <= 32 && kEvenGroups);
   // The tile of large products keeps its sums in units of the scale of the group at hand, so that tensor cores multiply small integers, with few

@@ -1,5 +1,6 @@
 // Hopper family (sm_90a): C^T = W^T A^T with the packed weights as wgmma's register operand. One producer warp streams weights, one streams
-// activations, two may sum these; consumer warpgroups dequantise and multiply. Weights start before the previous kernel has ended (programmatic dependent launch).
+// activations, two may sum these; consumer warpgroups dequantise and multiply. Weights start before the previous kernel has ended (programmatic
+// dependent launch).
 #pragma once
 #include "marlin_cutlass/epilogue.cuh"
 #include "marlin_cutlass/hopper_config.cuh"
