@@ -27,10 +27,11 @@ import typer
 from rich.console import Console
 
 from benchmarks import llm_kernels
-from benchmarks.llm_model import Decoder, Model, Shard
+from benchmarks.llm_model import Decoder, Model, Shard, swiglu
 from benchmarks.llm_parallel import launch, make_reduce
 from benchmarks.llm_profile import profile
 from benchmarks.llm_tables import Cell, LlmReport, plot, print_tables
+from marlin_cutlass import reference
 from marlin_cutlass.bench import Budget, environment
 
 TOKENS_IN = TOKENS_OUT = 64
@@ -114,13 +115,17 @@ def check(model: Model) -> float:
 
     Returns the cosine between the logits of a token by prefill and by a decode step.
     """
-    for name in ("qkv", "down"):
+    for name in ("qkv", "gate_up", "down"):
         layer = getattr(model.layers[0], name)
         if not hasattr(layer, "dequantize"):
             continue
         x = torch.randn(4, layer.in_features, device=model.start.device).half()
         expected = x.float() @ layer.dequantize().float().t()
-        error = float((layer(x).float() - expected).abs().max() / expected.abs().max())
+        if name == "gate_up":
+            out, expected = swiglu(layer, x), reference.swiglu(expected)
+        else:
+            out = layer(x)
+        error = float((out.float() - expected).abs().max() / expected.abs().max())
         if not error < MAX_ERROR:
             raise RuntimeError(f"{name}: relative error {error:.1e} against the dense weight")
     device = model.start.device

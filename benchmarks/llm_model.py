@@ -2,7 +2,8 @@
 
 The architecture is Transformers' (its configurations are read, and tests hold the logits against
 LlamaForCausalLM and Qwen3ForCausalLM); q, k, v and gate, up are one product each, as engines fuse
-them. With several GPUs each rank makes its own part: columns of qkv and gate_up, rows of the rest.
+them; of INT4 weights the kernel of the latter also applies SwiGLU. With several GPUs each rank
+makes its own part: columns of qkv and gate_up, rows of the rest.
 """
 
 from __future__ import annotations
@@ -135,6 +136,13 @@ def linear(kind: str, k: int, n: int, device, generator) -> nn.Module:
     raise ValueError(f"kind={kind!r}: 'fp16' or 'int4' is required")
 
 
+def swiglu(gate_up: nn.Module, x: Tensor) -> Tensor:
+    """silu(gate) * up. Our kernels store that; columns of an INT4 layer lie as they want them."""
+    if isinstance(gate_up, DenseLinear):
+        return kernels.silu_mul(gate_up(x))
+    return gemm(x, gate_up.weight_packed, swiglu=True)
+
+
 class Layer(nn.Module):
     """One decoder layer; `heads` and `kv_heads` are this rank's."""
 
@@ -252,7 +260,7 @@ class Model(nn.Module):
         place = (self.start, tokens, self.cos, self.sin, norms, self.eps, keys, values)
         x = self._row(layer.o, attention(layer.qkv(x), *place))
         x, residual = kernels.add_norm(x, residual, layer.norm_2, self.eps)
-        return self._row(layer.down, kernels.silu_mul(layer.gate_up(x))), residual
+        return self._row(layer.down, swiglu(layer.gate_up, x)), residual
 
     def _row(self, layer: nn.Module, x: Tensor) -> Tensor | kernels.Pending:
         """A row-parallel layer: the ranks' partial sums, added or for `add_norm` to add."""

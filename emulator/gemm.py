@@ -37,7 +37,7 @@ class Options:
     sms: SMs of the imagined GPU, which sets the grid and how many blocks run at a time. ldc: row
     stride of C in elements (default n). c_offset: bytes by which C's base misses a 16-byte boundary
     (a multiple of 2). programmatic: check the rules of programmatic dependent launch. include:
-    headers to compile against. debug: compile for gdb.
+    headers to compile against. debug: compile for gdb. swiglu: C is [m, n/2].
     """
 
     sms: int = 3
@@ -48,6 +48,7 @@ class Options:
     programmatic: bool | None = None
     include: Path = INCLUDE
     debug: bool = False
+    swiglu: bool = False
 
 
 def gemm(
@@ -133,13 +134,15 @@ class _Memory:
         # time does).
         self.width = round_up(self.k, 64 if variant.hopper else 8)
         self.lda = options.lda or self.width
-        self.ldc = options.ldc or self.n
+        self.swiglu = options.swiglu
+        self.columns = self.n // 2 if self.swiglu else self.n  # of C
+        self.ldc = options.ldc or self.columns
         self.a = self._activations(a)
         self.weight = self._copy(weight.packed)
         self.col_scale = self._copy(weight.col_scale)
         self.bias = None if bias is None else self._copy(bias.to(a.dtype))
         self.c = aligned_bytes(
-            max(1, (self.m - 1) * self.ldc + self.n) * 2, offset=options.c_offset
+            max(1, (self.m - 1) * self.ldc + self.columns) * 2, offset=options.c_offset
         )
         self.partials = aligned_bytes(max(16, 4 * schedule.partials))
         self.flags = aligned_bytes(max(4, 4 * schedule.flags))
@@ -170,6 +173,7 @@ class _Memory:
             "n_blocks": problem.n_blocks,
             "k_blocks": problem.k_blocks,
             "vector_store": int(aligned),
+            "swiglu": int(self.swiglu),
         }
         for name, _ in runtime.GemmParams._fields_:
             values.setdefault(name, getattr(schedule, name, getattr(schedule.hybrid, name, 0)))
@@ -205,7 +209,7 @@ class _Memory:
             r.Buffer(
                 *("c", self.c.data_ptr(), self.c.numel()),
                 r.WRITE | r.WRITE_ONCE | r.PREVIOUS,
-                *(2, self.n * 2, self.ldc * 2),
+                *(2, self.columns * 2, self.ldc * 2),
             ),
             self._workspace("partials", self.partials, r.READ | r.WRITE | r.ORDERED),
             self._workspace("flags", self.flags, r.SYNC),
@@ -219,7 +223,7 @@ class _Memory:
         return runtime.Buffer(name, tensor.data_ptr(), tensor.numel(), flags | runtime.PREVIOUS, 4)
 
     def c_view(self) -> torch.Tensor:
-        return torch.as_strided(self.c.view(self.dtype), (self.m, self.n), (self.ldc, 1))
+        return torch.as_strided(self.c.view(self.dtype), (self.m, self.columns), (self.ldc, 1))
 
     def check_after(self) -> None:
         """Raises EmulationError for elements of C never stored and for flags left set."""

@@ -22,6 +22,7 @@ _LAZY = {
     "prune_2_4": "prune",
     "check_2_4": "sparse",
     "pack_sparse": "sparse",
+    "fuse_gate_up": "sharding",
     "QuantLinear": "nn",
     "from_gptq": "formats",
     "from_awq": "formats",

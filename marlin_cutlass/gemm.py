@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import collective, ops
+from . import collective, ops, reference
 from .packed_weight import PackedWeight
 
 
@@ -16,6 +16,7 @@ def gemm(
     out: Tensor | None = None,
     kernel: str | None = None,
     batch_invariant: bool = False,
+    swiglu: bool = False,
 ) -> Tensor:
     """C = a @ W + bias with W[k, n] = (q[k, n] - z) * s, sums in fp32, one rounding.
 
@@ -27,6 +28,9 @@ def gemm(
     is not built is compiled at the first call and cached (MARLIN_CUTLASS_JIT=0: never). Kernels of
     the opt-in family `collective` run on a repacked copy of w (docs/collective.md).
     batch_invariant: the bits of a row do not depend on the other rows or on their number.
+    swiglu: w is a gate and an up projection with columns as `fuse_gate_up` lays them, and the
+    kernel stores silu(gate) * up: [..., N/2], the values that torch makes of the product. N must be
+    a multiple of 4, and out is not taken.
 
     Returns [..., N] in a's dtype. Differentiable in a and bias. On the CPU a slow reference with
     the same arithmetic. Raises TypeError or ValueError for operands that do not fit,
@@ -49,10 +53,15 @@ def gemm(
     if torch.is_autocast_enabled(device) and not a.is_meta:
         a = a.to(torch.get_autocast_dtype(device))
     named = ops.FORCED_KERNEL if kernel is None and on_gpu else kernel
+    if swiglu:
+        ops.check_swiglu(w.n)
+        if out is not None:
+            raise ValueError("out= is not taken with swiglu=True: the result is [..., N/2]")
     code = ops.BATCH_INVARIANT if batch_invariant else ops.AUTO
     if named is not None:
         if collective.is_collective(named):
-            return collective.gemm(a, w, named, bias, out, batch_invariant)
+            result = collective.gemm(a, w, named, bias, out, batch_invariant)
+            return reference.swiglu(result) if swiglu else result
         code = ops.forced_code(named, batch_invariant, a, w)
     if torch.is_grad_enabled() and (a.requires_grad or (bias is not None and bias.requires_grad)):
         if out is not None:
@@ -61,13 +70,14 @@ def gemm(
             )
         op = ops.GEMM_AUTOGRAD
     else:
-        op = ops.GEMM
+        op = ops.GEMM_SWIGLU if swiglu else ops.GEMM
     form = (a, w.packed, w.col_scale, bias, w.perm, w.n, w.k, w.group_size, w.has_zeros)
     if out is not None:
         ops.GEMM_OUT(*form, out, code)
         return out
     # The operator's own default costs less than an argument that says the same.
-    return op(*form) if code == ops.AUTO else op(*form, code)
+    result = op(*form) if code == ops.AUTO else op(*form, code)
+    return reference.swiglu(result) if swiglu and op is ops.GEMM_AUTOGRAD else result
 
 
 def _not_a_tensor(name: str, value: object) -> TypeError:

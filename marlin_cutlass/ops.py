@@ -1,9 +1,10 @@
 """The torch operators: schemas, checks, CPU and fake implementations, gradients.
 
-`marlin_cutlass::gemm` and `gemm_out` are what engines call. Their CUDA implementation lives in the
-launcher library (`csrc/`), which registers itself when the first CUDA call loads it. They carry no
-gradient, so that an inference call never enters Python; `gemm_autograd` is the same function with a
-gradient for a and bias, and `marlin_cutlass.gemm` picks it when a gradient is needed.
+`marlin_cutlass::gemm`, `gemm_swiglu` and `gemm_out` are what engines call. Their CUDA
+implementation lives in the launcher library (`csrc/`), which registers itself when the first CUDA
+call loads it. They carry no gradient, so that an inference call never enters Python;
+`gemm_autograd` is `gemm` with a gradient for a and bias, and `marlin_cutlass.gemm` picks it when a
+gradient is needed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .reference import (
     in_fp32,
     natural_order,
     normalised_weights,
+    swiglu,
 )
 
 NAMESPACE = "marlin_cutlass"
@@ -36,6 +38,7 @@ _ARGUMENTS = f"Tensor a, {_WEIGHT}, Tensor? bias, Tensor? perm, {_FORM}"
 SCHEMAS = (
     f"gemm({_ARGUMENTS}, int variant=-1) -> Tensor",
     f"gemm_autograd({_ARGUMENTS}, int variant=-1) -> Tensor",
+    f"gemm_swiglu({_ARGUMENTS}, int variant=-1) -> Tensor",
     f"gemm_out({_ARGUMENTS}, Tensor(a!) out, int variant=-1) -> ()",
     f"grad_input(Tensor grad, {_WEIGHT}, Tensor? perm, {_FORM}) -> Tensor",
 )
@@ -95,6 +98,14 @@ def check_out(out: Tensor, a: Tensor, n: int) -> None:
         raise ValueError(f"out has column stride {out.stride(-1)}: its rows must be contiguous")
 
 
+def check_swiglu(n: int) -> None:
+    """Raises ValueError unless N columns can be pairs of a gate beside pairs of up."""
+    if n % 4:
+        raise ValueError(
+            f"N={n} must be a multiple of 4 for swiglu: two columns of the gate beside two of up"
+        )
+
+
 def forced_code(kernel: str, batch_invariant: bool, a: Tensor, w: PackedWeight) -> int:
     """The operators' `variant` argument for a named kernel. Raises TypeError for what is no name,
     ValueError for a kernel that cannot run this call."""
@@ -126,6 +137,11 @@ def _gemm_cpu(a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, var
     return gemm_reference(a, weight, bias, row_by_row=variant == BATCH_INVARIANT)
 
 
+def _gemm_swiglu_cpu(a, packed, col_scale, bias, perm, n, *form):
+    check_swiglu(n)
+    return swiglu(_gemm_cpu(a, packed, col_scale, bias, perm, n, *form))
+
+
 def _gemm_out_cpu(a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, out, variant=AUTO):
     check_activations(a, n, k, group_size, packed.device)
     check_out(out, a, n)
@@ -136,6 +152,12 @@ def _gemm_fake(a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, va
     check_activations(a, n, k, group_size, packed.device)
     check_bias(bias, a, n)
     return a.new_empty((*a.shape[:-1], n))
+
+
+def _gemm_swiglu_fake(a, packed, col_scale, bias, perm, n, *form):
+    check_swiglu(n)
+    whole = _gemm_fake(a, packed, col_scale, bias, perm, n, *form)
+    return a.new_empty((*whole.shape[:-1], n // 2))
 
 
 def _gemm_out_fake(
@@ -236,6 +258,7 @@ def _implement(registry: types.ModuleType) -> None:
     for name, cpu, fake in (
         ("gemm", _gemm_cpu, _gemm_fake),
         ("gemm_autograd", _gemm_cpu, _gemm_fake),
+        ("gemm_swiglu", _gemm_swiglu_cpu, _gemm_swiglu_fake),
         ("gemm_out", _gemm_out_cpu, _gemm_out_fake),
     ):
         library.impl(name, cpu, "CPU")
@@ -253,4 +276,5 @@ _register()
 # Overloads, which cost less to call than the packets they belong to.
 GEMM = torch.ops.marlin_cutlass.gemm.default
 GEMM_AUTOGRAD = torch.ops.marlin_cutlass.gemm_autograd.default
+GEMM_SWIGLU = torch.ops.marlin_cutlass.gemm_swiglu.default
 GEMM_OUT = torch.ops.marlin_cutlass.gemm_out.default

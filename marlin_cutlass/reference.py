@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .errors import short_dtype
 from .layout import BLOCK_COLUMNS, BLOCK_DEPTH, ceil_div, stored_group_size
@@ -78,6 +79,13 @@ def dequantize(w: PackedWeight, dtype: torch.dtype | None = None) -> Tensor:
         )
         out[:, columns] = values[:, : columns.stop - columns.start].to(dtype)
     return natural_order(w, out)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up [..., N/2] of x [..., N] with columns as `fuse_gate_up` lays them: two of the
+    gate, the same two of up, the next two of the gate. Each step is rounded to x's dtype."""
+    pairs = x.unflatten(-1, (-1, 2, 2))
+    return (functional.silu(pairs[..., 0, :]) * pairs[..., 1, :]).flatten(-2)
 
 
 def in_fp32(x: Tensor):

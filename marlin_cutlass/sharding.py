@@ -196,3 +196,24 @@ def fuse_columns(weights: Sequence[PackedWeight]) -> PackedWeight:
         torch.cat([p.codes for p in parts], 1), torch.cat([p.scales for p in parts], 1), zeros
     )
     return _rebuild(first, joined, col_scale, first.perm)
+
+
+def fuse_gate_up(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
+    """One weight [K, 2 I] of a gate and an up projection [K, I], bit for bit, for
+    `gemm(..., swiglu=True)`: two columns of the gate, the same two of up, the next two of the gate.
+
+    A bias is laid out alike: `torch.stack((gate.view(-1, 2), up.view(-1, 2)), 1).flatten()`.
+    Shards of its columns are weights of the same kind. Raises ValueError unless both have the same
+    form, an even number of columns and the same act-order.
+    """
+    if gate.n != up.n or gate.n % 2:
+        raise ValueError(f"gate has N={gate.n} and up N={up.n}: they must be equal and even")
+    both = fuse_columns([gate, up])
+    parts = _parts(both)
+
+    def interleaved(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (2, -1, 2)).transpose(-3, -2).flatten(-3)
+
+    zeros = None if parts.zeros is None else interleaved(parts.zeros)
+    mixed = Unpacked(interleaved(parts.codes), interleaved(parts.scales), zeros)
+    return _rebuild(both, mixed, interleaved(both.col_scale[: both.n]), both.perm)

@@ -132,7 +132,7 @@ void multiply(const std::string& name, const GemmParams& p, const Map* map) {
   const auto* a = static_cast<const uint16_t*>(map ? reinterpret_cast<const void*>(map->base) : p.a);
   const int64_t lda = map ? map->stride / 2 : p.lda;
   auto* c = static_cast<uint16_t*>(p.c);
-  std::vector<float> w(p.k);
+  std::vector<float> w(p.k), gates(2 * p.m);
   for (int n = 0; n < p.n; ++n) {
     for (int k = 0; k < p.k; ++k) w[k] = sparse ? sparse_weight(p, f, k, n) : weight(p, f, k, n);
     for (int m = 0; m < p.m; ++m) {
@@ -140,7 +140,11 @@ void multiply(const std::string& name, const GemmParams& p, const Map* map) {
       for (int k = 0; k < p.k; ++k)
         if (w[k] != 0.f) sum += static_cast<double>(f.load(a[m * lda + k])) * w[k];
       const float bias = p.bias ? f.load(static_cast<const uint16_t*>(p.bias)[n]) : 0.f;
-      c[m * p.ldc + n] = f.store(static_cast<float>(sum) * p.col_scale[n] + bias);
+      const uint16_t value = f.store(static_cast<float>(sum) * p.col_scale[n] + bias);
+      float& gate = gates[2 * m + n % 2];
+      if (!p.swiglu) c[m * p.ldc + n] = value;
+      else if (n % 4 < 2) gate = f.load(value);
+      else c[m * p.ldc + n / 4 * 2 + n % 2] = f.store(f.load(f.store(gate / (1.f + std::exp(-gate)))) * f.load(value));
     }
   }
 }

@@ -64,7 +64,11 @@ def twin(model, config):
         sizes = [layer.heads * dim, layer.kv_heads * dim, layer.kv_heads * dim]
         for name, weight in zip("qkv", dense(layer.qkv).split(sizes)):
             state[f"{at}self_attn.{name}_proj.weight"] = weight
-        gate, up = dense(layer.gate_up).chunk(2)
+        both = dense(layer.gate_up)
+        if isinstance(layer.gate_up, DenseLinear):
+            gate, up = both.chunk(2)
+        else:  # two of the gate, the same two of up
+            gate, up = (part.flatten(0, 1) for part in both.unflatten(0, (-1, 2, 2)).unbind(1))
         state |= {f"{at}mlp.gate_proj.weight": gate, f"{at}mlp.up_proj.weight": up}
         state[f"{at}self_attn.o_proj.weight"] = dense(layer.o)
         state[f"{at}mlp.down_proj.weight"] = dense(layer.down)
@@ -438,7 +442,7 @@ def part_of(whole, rank, dim=32):
             return QuantLinear.from_packed(fuse_columns(pieces))
 
         mine.qkv = columns(full.qkv, [full.heads * dim] + [full.kv_heads * dim] * 2)
-        mine.gate_up = columns(full.gate_up, [full.gate_up.out_features // 2] * 2)
+        mine.gate_up = full.gate_up.shard(rank, 2, "column")
         mine.o, mine.down = full.o.shard(rank, 2, "row"), full.down.shard(rank, 2, "row")
     return part
 

@@ -272,6 +272,7 @@ GemmParams make_params(const Plan& plan, const Call& call) {
   p.lda = call.lda;
   p.ldc = call.ldc;
   p.k = static_cast<int32_t>(call.k);
+  p.swiglu = call.swiglu;
   p.vector_store = reinterpret_cast<uintptr_t>(call.c) % 8 == 0 && call.ldc % 4 == 0 && call.n % 4 == 0;
   return p;
 }

@@ -20,6 +20,7 @@ struct Call {
   int32_t dtype;       // Dtype
   int32_t zeros;
   int32_t sparse;      // 2:4-sparse weight
+  int32_t swiglu;      // C is [m, n / 2]
   int32_t device;
   int64_t variant;  // index, kAuto or kBatchInvariant
   driver::Stream stream;

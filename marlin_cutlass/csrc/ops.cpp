@@ -333,6 +333,9 @@ struct Arguments {
   Form form;
   Handle out;  // of gemm_out
   int64_t variant;
+  bool swiglu = false;
+
+  int64_t columns() const { return swiglu ? form.n / 2 : form.n; }  // of the result
 };
 
 // The order of SCHEMAS in marlin_cutlass/ops.py. From here on every tensor is freed, whatever throws.
@@ -394,6 +397,7 @@ void multiply(const Arguments& x, const Operand& a, const Operand& packed, const
   call.dtype = a.dtype == codes().half ? 0 : 1;
   call.zeros = x.form.zeros;
   call.sparse = x.form.sparse;
+  call.swiglu = x.swiglu;
   call.device = a.device;
   call.variant = x.variant;
   const Plan& chosen = plan(call);
@@ -406,18 +410,24 @@ void multiply(const Arguments& x, const Operand& a, const Operand& packed, const
   else launch_by_rows(call, chosen.index, chosen.rows_per_launch);
 }
 
-// gemm and gemm_autograd.
-void gemm(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
+// What returns its result.
+void gemm_new(StableIValue* stack, uint64_t arguments, uint64_t outputs, bool swiglu) {
   check_schema(arguments, outputs, 10, 1);
   Arguments x = read_arguments(stack, false);
+  x.swiglu = swiglu;
   const Operand a(x.a), packed(x.packed), scale(x.col_scale);
   check_operands(x, a, packed, scale);
+  if (swiglu && x.form.n % 4) invalid("N=", x.form.n, " must be a multiple of 4 for swiglu: two columns of the gate beside two of up");
   const int64_t rows = a.row_count();
-  Handle out = empty_output(a, x.form.n);
-  if (rows > 0) multiply(x, a, packed, scale, rows, data_of(out), x.form.n);
+  Handle out = empty_output(a, x.columns());
+  if (rows > 0) multiply(x, a, packed, scale, rows, data_of(out), x.columns());
   const AtenTensorHandle result = out.release();
   std::memcpy(stack, &result, sizeof(result));
 }
+
+// gemm and gemm_autograd.
+void gemm(StableIValue* stack, uint64_t arguments, uint64_t outputs) { gemm_new(stack, arguments, outputs, false); }
+void gemm_swiglu(StableIValue* stack, uint64_t arguments, uint64_t outputs) { gemm_new(stack, arguments, outputs, true); }
 
 void gemm_out(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
   check_schema(arguments, outputs, 11, 0);
@@ -434,6 +444,7 @@ void gemm_out(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
 STABLE_TORCH_LIBRARY_IMPL(MC_NAMESPACE, MC_DISPATCH_KEY, library) {
   library.impl("gemm", &gemm);
   library.impl("gemm_autograd", &gemm);
+  library.impl("gemm_swiglu", &gemm_swiglu);
   library.impl("gemm_out", &gemm_out);
 }
 

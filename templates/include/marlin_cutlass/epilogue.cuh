@@ -34,8 +34,8 @@ template <class E> MC_DEVICE void load_column_bias(const GemmParams& p, int atom
   }
 }
 
-// How a lane stores its four neighbouring columns (GemmParams::vector_store).
-enum class Store { kVectors, kElements };
+// How a lane stores its four neighbouring columns (GemmParams::vector_store and swiglu).
+enum class Store { kVectors, kElements, kSwiglu };
 
 // Sums d of 16 columns x 8 activation rows (an m16n8 accumulator) as C takes them. A transpose gives each lane one row and four neighbouring
 // columns: 8 bytes, four lanes a 32-byte sector.
@@ -53,8 +53,15 @@ MC_DEVICE void store_elements(const GemmParams& p, uint16_t* out, int column, U3
     if (column + i < p.n) st_global_u16(out + i, e[i]);
 }
 
+// silu(gate) * up of two columns. Each step is rounded, as where a kernel of its own reads C.
+template <class E> MC_DEVICE uint32_t swiglu2(U32x2 gate_up) {
+  const F32x2 gate = unpack2<E>(gate_up.x);
+  const float low = approximate_quotient(gate.x, 1.f + approximate_exp(-gate.x)), high = approximate_quotient(gate.y, 1.f + approximate_exp(-gate.y));
+  return mul2<E>(pack2<E>(low, high), gate_up.y);
+}
+
 // Atoms of consecutive groups of 8 rows, from row0 on; rows before `first` are not stored. What the atoms share is computed once.
-template <Store kStore> struct AtomStores {
+template <class E, Store kStore> struct AtomStores {
   const GemmParams& p;
   int column;
   uint32_t row, rows;  // of this lane, and how many there are: both from `first` on
@@ -65,7 +72,7 @@ template <Store kStore> struct AtomStores {
     column = atom_column + (lane & 3) * 4;
     row = static_cast<uint32_t>(row0 + (lane >> 2) - first);
     rows = column < p.n ? static_cast<uint32_t>(p.m - first) : 0u;
-    out = static_cast<uint16_t*>(p.c) + (row0 + (lane >> 2)) * p.ldc + column;
+    out = static_cast<uint16_t*>(p.c) + (row0 + (lane >> 2)) * p.ldc + (kStore == Store::kSwiglu ? column / 2 : column);
     stride = 8 * p.ldc;
     forget(out);  // or the compiler multiplies by ldc again for each atom
     forget(stride);
@@ -76,6 +83,7 @@ template <Store kStore> struct AtomStores {
   }
   MC_DEVICE void store(U32x2 v) {
     if constexpr (kStore == Store::kVectors) st_global_u32x2_if(row < rows, out, v);
+    else if constexpr (kStore == Store::kSwiglu) st_global_u32_if(row < rows, out, swiglu2<E>(v));
     else if (row < rows) store_elements(p, out, column, v);
     skip();
   }
@@ -86,8 +94,9 @@ template <class E> MC_DEVICE void store_atom(const GemmParams& p, const float* d
   const U32x2 v = finish_atom<E>(d, f);
   const int row = row0 + (lane >> 2), column = atom_column + (lane & 3) * 4;
   if (row >= p.m || column >= p.n) return;
-  uint16_t* out = static_cast<uint16_t*>(p.c) + row * p.ldc + column;
-  if (p.vector_store) st_global_u32x2(out, v);
+  uint16_t* out = static_cast<uint16_t*>(p.c) + row * p.ldc + (p.swiglu ? column / 2 : column);
+  if (p.swiglu) st_global_u32_if(true, out, swiglu2<E>(v));
+  else if (p.vector_store) st_global_u32x2(out, v);
   else store_elements(p, out, column, v);
 }
 

@@ -45,7 +45,7 @@ template <class C> MC_DEVICE int atom_column(int first_block, int warpgroup_n, i
 template <class C, Store kStore>
 MC_DEVICE void store_rows_as(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int m, int column, uint32_t rank) {
   constexpr int kAtoms = C::kMTile / 8;
-  AtomStores<kStore> atoms(p, C::first_row(p, m), m * C::kMTile, column, lane_index());
+  AtomStores<typename C::Element, kStore> atoms(p, C::first_row(p, m), m * C::kMTile, column, lane_index());
 #pragma unroll
   for (int owner = 0; owner < C::kSplit; ++owner) {
     if (owner != static_cast<int>(rank)) continue;
@@ -65,7 +65,8 @@ MC_DEVICE void store_rows_as(const GemmParams& p, HopperMainloop<C>& loop, Colum
 template <class C>
 MC_DEVICE void store_rows(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int m, int column, uint32_t rank) {
   load_column_bias<typename C::Element>(p, column, lane_index(), f);
-  if (p.vector_store) store_rows_as<C, Store::kVectors>(p, loop, f, r, m, column, rank);
+  if (p.swiglu) store_rows_as<C, Store::kSwiglu>(p, loop, f, r, m, column, rank);
+  else if (p.vector_store) store_rows_as<C, Store::kVectors>(p, loop, f, r, m, column, rank);
   else store_rows_as<C, Store::kElements>(p, loop, f, r, m, column, rank);
 }
 

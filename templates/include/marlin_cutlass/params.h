@@ -4,7 +4,8 @@
 
 namespace marlin_cutlass {
 
-// C[m, n] = A[m, k] @ W[k, n] * col_scale[n] + bias[n]
+// C[m, n] = A[m, k] @ W[k, n] * col_scale[n] + bias[n]. With `swiglu` the columns of that come in fours, two of the gate and two beside them of up,
+// and C[m, n / 2] = silu(gate) * up.
 struct GemmParams {
   const void* a;            // [m, lda] fp16 or bf16
   const uint8_t* weight;    // packed blocks, layout version 1 (docs/layout.md)
@@ -20,7 +21,8 @@ struct GemmParams {
   int32_t m_tiles, n_tiles; // tiles of C (n: as wide as a cluster that shares activations)
   int32_t k_steps;          // pipeline stages that cover k
   int32_t raster;           // m-tiles per group of the tile order, >= 1
-  int32_t vector_store;     // 1 if C takes aligned 8-byte stores
+  int32_t vector_store;     // 1 if C takes aligned 8-byte stores (swiglu: it always takes 4-byte ones)
+  int32_t swiglu;           // 0 or 1
   // Hybrid decomposition (tile_order.cuh); set_hybrid_partition fills them, others leave zero.
   int32_t full_passes;      // passes in which every block slot of every CTA holds a whole column block
   int32_t whole_blocks;     // whole blocks of a CTA in the pass behind them

@@ -33,6 +33,7 @@ template <class T> MC_DEVICE void forget(T*& x) { asm volatile("" : "+l"(x)); }
 template <> MC_DEVICE void forget(int64_t& x) { asm volatile("" : "+l"(x)); }
 // a / b to some 2^-22, for |b| from 2^-126 to 2^126.
 MC_DEVICE float approximate_quotient(float a, float b) { return __fdividef(a, b); }
+MC_DEVICE float approximate_exp(float x) { return __expf(x); }
 MC_DEVICE void block_sync() { __syncthreads(); }
 MC_DEVICE void warp_sync() { __syncwarp(); }
 // Barrier `id` (1..15) among `threads` threads.
@@ -100,6 +101,9 @@ MC_DEVICE void st_global_u32x2(void* p, U32x2 v) { *static_cast<U32x2*>(p) = v; 
 MC_DEVICE void st_global_u32x2_if(bool condition, void* p, U32x2 v) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v2.b32 [%1], {%2, %3};\n}" ::"r"(static_cast<int>(condition)), "l"(p),
                "r"(v.x), "r"(v.y) : "memory");
+}
+MC_DEVICE void st_global_u32_if(bool condition, void* p, uint32_t v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.b32 [%1], %2;\n}" ::"r"(static_cast<int>(condition)), "l"(p), "r"(v) : "memory");
 }
 MC_DEVICE void st_global_u16(void* p, uint32_t v) { *static_cast<uint16_t*>(p) = static_cast<uint16_t>(v); }
 // Through L2 only: partial sums exchanged between CTAs.
@@ -222,6 +226,10 @@ MC_DEVICE float half_low_to_float(uint32_t x) { return __half2float(__ushort_as_
 MC_DEVICE float half_high_to_float(uint32_t x) { return __half2float(__ushort_as_half(static_cast<unsigned short>(x >> 16))); }
 MC_DEVICE float bfloat_low_to_float(uint32_t x) { return __uint_as_float(x << 16); }
 MC_DEVICE float bfloat_high_to_float(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
+// Two packed elements as fp32.
+template <class E> MC_DEVICE F32x2 unpack2(uint32_t x);
+template <> MC_DEVICE F32x2 unpack2<F16>(uint32_t x) { return {half_low_to_float(x), half_high_to_float(x)}; }
+template <> MC_DEVICE F32x2 unpack2<BF16>(uint32_t x) { return {bfloat_low_to_float(x), bfloat_high_to_float(x)}; }
 // The low / high half of x in both halves.
 MC_DEVICE uint32_t broadcast_low(uint32_t x) { return __byte_perm(x, x, 0x1010); }
 MC_DEVICE uint32_t broadcast_high(uint32_t x) { return __byte_perm(x, x, 0x3232); }

@@ -1,6 +1,7 @@
 // Host side of the primitives (see prims_device.cuh for the list and the meaning): the same kernels under a host compiler,
 // executed by the emulator. docs/emulation.md says what is modelled.
 #pragma once
+#include <cmath>
 #include <cstdint>
 
 #include "marlin_cutlass/emu_api.h"
@@ -38,6 +39,7 @@ MC_DEVICE int warp_index() { return emu_thread->thread >> 5; }
 MC_DEVICE uint32_t uniform(uint32_t x) { return emu_shuffle(x, 0); }
 template <class T> MC_DEVICE void forget(T&) {}
 MC_DEVICE float approximate_quotient(float a, float b) { return a / b; }
+MC_DEVICE float approximate_exp(float x) { return std::exp(x); }
 MC_DEVICE void block_sync() { emu_block_sync(); }
 MC_DEVICE void warp_sync() { emu_warp_sync(); }
 MC_DEVICE void named_barrier_sync(int id, int threads) { emu_named_barrier_sync(id, threads); }
@@ -93,6 +95,9 @@ MC_DEVICE void st_global_u32x2(void* p, U32x2 v) { emu_st_global(p, 8, &v); }
 MC_DEVICE void st_global_u32x2_if(bool condition, void* p, U32x2 v) {
   if (condition) st_global_u32x2(p, v);
 }
+MC_DEVICE void st_global_u32_if(bool condition, void* p, uint32_t v) {
+  if (condition) emu_st_global(p, 4, &v);
+}
 MC_DEVICE void st_global_u16(void* p, uint32_t v) { emu_st_global(p, 2, &v); }
 MC_DEVICE F32x4 ld_global_cg_f32x4(const float* p) {
   F32x4 v;
@@ -130,6 +135,9 @@ MC_DEVICE float half_low_to_float(uint32_t x) { return emu_to_float(false, stati
 MC_DEVICE float half_high_to_float(uint32_t x) { return emu_to_float(false, static_cast<uint16_t>(x >> 16)); }
 MC_DEVICE float bfloat_low_to_float(uint32_t x) { return emu_to_float(true, static_cast<uint16_t>(x)); }
 MC_DEVICE float bfloat_high_to_float(uint32_t x) { return emu_to_float(true, static_cast<uint16_t>(x >> 16)); }
+template <class E> MC_DEVICE F32x2 unpack2(uint32_t x) {
+  return {emu_to_float(IsBf16<E>::value, static_cast<uint16_t>(x)), emu_to_float(IsBf16<E>::value, static_cast<uint16_t>(x >> 16))};
+}
 MC_DEVICE uint32_t broadcast_low(uint32_t x) { return (x & 0xffffu) | (x << 16); }
 MC_DEVICE uint32_t broadcast_high(uint32_t x) { return (x >> 16) | (x & 0xffff0000u); }
 MC_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
