@@ -172,7 +172,7 @@ class _Memory:
             **{name: getattr(self, name) for name in ("m", "n", "k", "lda", "ldc")},
             "n_blocks": problem.n_blocks,
             "k_blocks": problem.k_blocks,
-            "vector_store": int(aligned),
+            "vector_store": int(aligned and not self.swiglu),
             "swiglu": int(self.swiglu),
         }
         for name, _ in runtime.GemmParams._fields_:

@@ -1,8 +1,8 @@
 """Time of a Hopper launch on the busiest SM: the fitted part of the cost model.
 
-Constants: least squares (soft L1 on the log ratio, near-best geometries weighted) over the 4800
+Constants: least squares (soft L1 on the log ratio, near-best geometries weighted) over the 5200
 dense timings of generator/tuning/nvidia_h200.json, 46 weights from 512 x 512 to 57344 x 8192,
-M = 1..2048, NVIDIA H200, 2026-11-30, mean of times with and without dependent launch.
+M = 1..4096, NVIDIA H200, 2026-11-30, mean of times with and without dependent launch.
 docs/performance.md has the errors.
 """
 
@@ -14,51 +14,54 @@ from typing import NamedTuple
 
 from generator.arch import Gpu
 from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
+from generator.schedule import RASTER, whole_passes
 from generator.variant import Variant
 
-START_US = 2.04  # gap between kernels and first data
-OVERLAP_LOSS = 0.128  # share of the shorter of (memory, compute) that does not hide
-STREAM_EFFICIENCY = 1.18  # of the measured bandwidth, inside the main loop
+START_US = 2.08  # gap between kernels and first data
+OVERLAP_LOSS = 0.158  # share of the shorter of (memory, compute) that does not hide
+STREAM_EFFICIENCY = 1.22  # of the measured bandwidth, inside the main loop
 # Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile. Nominal
 # clock: under load it is lower, which is in the figures.
 PIECE_CYCLES = {
-    8: 85.1,
-    16: 94.6,
+    8: 82.69,
+    16: 92.18,
     24: 102.9,
-    32: 111.2,
-    48: 143.4,
-    64: 163.9,
-    96: 239.5,
-    128: 321.8,
-    192: 474.0,
-    256: 641.1,
+    32: 109.1,
+    48: 141.8,
+    64: 161.6,
+    96: 234,
+    128: 323,
+    192: 484.1,
+    256: 649.2,
 }
-L2_BYTES_PER_CLOCK = 50.9  # into one SM: weights, and activations once per tile of columns
+L2_BYTES_PER_CLOCK = 51.2  # into one SM: weights, and activations once per tile of columns
 PIECE_WEIGHT_BYTES = 2112
 # One, two, three warpgroups at work hide less latency: with row tiles below 96, and from 96 on.
-FEW_WARPGROUPS = ((1.32, 1.06, 1.04), (1.07, 0.922, 0.97))
-ONE_BLOCK = {96: 1.1}  # where a warpgroup has one block of columns, by m_tile
-K_GROUPS = {1: 1.0, 2: 1.07, 4: 1.22}  # warpgroups along K take stages in turn
-RAW_CODES = 0.991  # few rows: codes are multiplied as they lie
-RANGES_DEEP = 0.171  # stream-K over several tiles: nothing in L2 is shared, more so in deep weights
-DEEP = 16384
-CLUSTER_US = 0.565  # sum over a cluster
-RANGES_US, RANGES_PER_VALUE = 3.16, 3.8e-5  # stream-K: partial tiles through L2, for each sharer
-HYBRID_US, HYBRID_ROWS = 2.43, 0.103  # the second: share of time lost with several row tiles
+FEW_WARPGROUPS = ((1.32, 1.08, 1.04), (1.12, 0.932, 0.97))
+ONE_BLOCK = {96: 1.11}  # where a warpgroup has one block of columns, by m_tile
+K_GROUPS = {1: 1.0, 2: 1.08, 4: 1.22}  # warpgroups along K take stages in turn
+RAW_CODES = 0.994  # few rows: codes are multiplied as they lie
+# Ranges of stream-K are at different k steps, so that each reads its activations from memory where
+# those of neighbouring row tiles exceed what L2 keeps: per so many bytes beyond the first.
+RANGES_APART, APART_BYTES = 0.108, 16 << 20
+MULTICAST_ROWS, MULTICAST = 128, 0.942  # activations loaded once for two CTAs: less power
+CLUSTER_US = 0.533  # sum over a cluster
+RANGES_US, RANGES_PER_VALUE = 3.18, 3.17e-05  # stream-K: partial tiles through L2, for each sharer
+HYBRID_US, HYBRID_ROWS = 2.39, 0.107  # the second: share of time lost with several row tiles
 # Sum over the CTAs that share a block of a hybrid pass, and the part of the time in which whole
 # blocks run on beside it that hides it.
-SHARES_US, SHARES_PER_ROW_AND_SHARER, SHARES_HIDDEN = 1.37, 0.00302, 0.561
-ROUND_US = 0.995  # each further tile of a CTA: drain and restart
-TILE_US_PER_VALUE = 3.3e-5  # epilogue
+SHARES_US, SHARES_PER_ROW_AND_SHARER, SHARES_HIDDEN = 1.34, 0.00319, 0.577
+ROUND_US = 1.07  # each further tile of a CTA: drain and restart
+TILE_US_PER_VALUE = 2.88e-05  # epilogue
 CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
 # Sparse: a piece is 64 x 128, with as many codes and as many instructions of the same length, each
 # over twice as many activations, and the places of the kept values. Fitted to 250 timings of twelve
 # weights, M = 1..256, of 2026-11-30: the choice is within 10 % of the best in 95 % of the cells.
-SPARSE_PIECE_CYCLES = 1.319
+SPARSE_PIECE_CYCLES = 1.33
 SPARSE_PIECE_BYTES = 4024
-SPARSE_FOUR_K_GROUPS = 1.103
-SPARSE_HYBRID = 1.084
-SPARSE_STREAM = 0.914  # of the rate at which dense weights stream
+SPARSE_FOUR_K_GROUPS = 1.09
+SPARSE_HYBRID = 1.07
+SPARSE_STREAM = 0.911  # of the rate at which dense weights stream
 
 
 class HopperTime(NamedTuple):
@@ -125,11 +128,13 @@ class HopperModel:
 
     def _stream_k(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
         v, tiles = self.v, self._tiles(blocks, m_tiles)
-        rounds, sharers = max(1.0, tiles / self.sms), max(1.0, self.sms / tiles)
-        cycles = tiles / self.sms * self._tile_cycles(k_steps)
-        if rounds > 1:
-            cycles *= 1 + RANGES_DEEP * min(1.0, k_steps * v.k_sm / DEEP)
-        return cycles, rounds, RANGES_US + RANGES_PER_VALUE * v.m_tile * v.n_sm * sharers
+        passes = whole_passes(v, m_tiles, tiles // m_tiles, k_steps, min(self.sms, tiles * k_steps))
+        cut = tiles - passes * self.sms
+        adding = RANGES_PER_VALUE * v.m_tile * v.n_sm * max(1.0, self.sms / cut) if cut else 0.0
+        near = min(m_tiles, RASTER) * v.m_tile * k_steps * v.k_sm * 2  # bytes of activations
+        steps = cut / self.sms * (1 + RANGES_APART * max(0.0, near / APART_BYTES - 1))
+        cycles = (passes + steps) * self._tile_cycles(k_steps)
+        return cycles, max(1.0, tiles / self.sms), RANGES_US + adding if cut else 0.0
 
     def _hybrid(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
         v, slots = self.v, self.slots
@@ -162,6 +167,8 @@ def _cycles(v: Variant, busy: int, format_factor: float) -> float:
     factor *= K_GROUPS.get(v.warps_k, 1.0)
     if v.sums_activations:
         factor *= RAW_CODES
+    if v.multicast > 1 and v.m_tile >= MULTICAST_ROWS:
+        factor *= MULTICAST
     if v.sparse:
         factor *= SPARSE_PIECE_CYCLES * (SPARSE_FOUR_K_GROUPS if v.warps_k == 4 else 1.0)
     if v.n_sm // BLOCK_COLUMNS == v.warps_n:

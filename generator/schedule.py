@@ -19,6 +19,11 @@ MAX_UNITS = 2**31 - 1  # kernels count tiles x k steps in int32
 # of 256 columns read about as many bytes of activations as of weights, which is where a wave's
 # traffic from L2 is smallest.
 RASTER = 8
+# Stream-K cuts what is left behind whole passes of tiles, or that and one pass more where each of
+# few tiles would otherwise have more than three sharers, whose sums one CTA adds. But CTAs in
+# ranges are at different k steps: where the activations exceed this many bytes, about half of the
+# L2 cache, each would read them from memory. H200, 2026-11-30: docs/performance.md.
+SHARED_ACTIVATIONS = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Schedule:
     split: int
     multicast: int = 1
     hybrid: HybridPartition | None = None
+    whole_passes: int = 0  # stream-K: passes in which every CTA takes a whole tile
 
     @property
     def tiles(self) -> int:
@@ -90,6 +96,9 @@ def make_schedule(problem: ProblemShape, variant: Variant, sms: int) -> Schedule
     hybrid = None
     if variant.decomposition == "hybrid" and grid > 0:
         hybrid = hybrid_partition(problem.n_blocks, k_steps, grid, variant)
+    whole = 0
+    if variant.decomposition == "stream_k" and grid > 0:
+        whole = whole_passes(variant, m_tiles, n_tiles, k_steps, grid)
     partials, flags = _workspace(variant, grid, m_tiles, hybrid)
     return Schedule(
         m_tiles=m_tiles,
@@ -104,6 +113,7 @@ def make_schedule(problem: ProblemShape, variant: Variant, sms: int) -> Schedule
         split=variant.split,
         multicast=variant.multicast,
         hybrid=hybrid,
+        whole_passes=whole,
     )
 
 
@@ -115,6 +125,15 @@ def _grid(variant: Variant, tiles: int, k_steps: int, slots: int) -> int:
         return min(tiles, clusters) * variant.multicast
     # Every CTA of the grid is resident: they wait for each other.
     return min(tiles * k_steps, clusters) * variant.multicast
+
+
+def whole_passes(variant: Variant, m_tiles: int, n_tiles: int, k_steps: int, grid: int) -> int:
+    """Passes of stream-K in which each of `grid` CTAs takes a whole tile; it cuts the others."""
+    passes, rest = divmod(m_tiles * n_tiles, grid)
+    activations = m_tiles * variant.m_tile * k_steps * variant.k_sm * 2
+    if passes and 0 < 3 * rest < grid and activations <= SHARED_ACTIVATIONS:
+        passes -= 1
+    return passes
 
 
 def _workspace(
@@ -193,13 +212,17 @@ def _split(schedule: Schedule, cta: int) -> Iterator[Segment]:
 
 
 def _ranges(schedule: Schedule, cta: int) -> Iterator[Segment]:
-    total = schedule.tiles * schedule.k_steps
+    """A range of the tiles behind the whole ones, then whole tiles (stream-K)."""
+    whole = schedule.whole_passes * schedule.grid
+    total = (schedule.tiles - whole) * schedule.k_steps
     position, end = (range_begin(total, c, schedule.grid) for c in (cta, cta + 1))
     while position < end:
         tile, k_begin = divmod(position, schedule.k_steps)
         k_end = min(schedule.k_steps, k_begin + end - position)
-        yield Segment(*tile_index(schedule, tile), k_begin, k_end)
+        yield Segment(*tile_index(schedule, whole + tile), k_begin, k_end)
         position += k_end - k_begin
+    for tile in range(cta, whole, schedule.grid):
+        yield Segment(*tile_index(schedule, tile), 0, schedule.k_steps)
 
 
 def _hybrid(schedule: Schedule, h: HybridPartition, cta: int) -> Iterator[Segment]:

@@ -23,6 +23,7 @@ _LAZY = {
     "check_2_4": "sparse",
     "pack_sparse": "sparse",
     "fuse_gate_up": "sharding",
+    "fuse_mlps": "integrations.fused_mlp",
     "QuantLinear": "nn",
     "from_gptq": "formats",
     "from_awq": "formats",

@@ -54,6 +54,7 @@ __all__ = [
 ]
 BUILDABLE = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")  # build.py --arch
 RASTER = 8  # row tiles that are neighbours in the order of tiles, as in the launcher
+SHARED_ACTIVATIONS = 32 << 20  # bytes; which tiles stream-K leaves whole, as in the launcher
 INVARIANT_ROWS = 64  # batch-invariant calls take the largest row tile up to this
 
 
@@ -69,6 +70,7 @@ class Schedule:
     cluster: int
     partials: int
     flags: int
+    whole_passes: int
 
 
 @dataclass(frozen=True)
@@ -193,8 +195,20 @@ def schedule(kernel: Kernel, m: int, n: int, k: int, sms: int) -> Schedule:
     if kernel.decomposition == "hybrid":
         flags = m_tiles * _hybrid_passes(kernel, n_blocks, grid) * grid
         partials = 2 * flags * kernel.m_tile * BLOCK_COLUMNS
+    whole = _whole_passes(kernel, m_tiles, n_tiles, k_steps, grid)
     raster = max(1, min(m_tiles, RASTER))
-    return Schedule(m_tiles, n_tiles, k_steps, raster, grid, kernel.cluster, partials, flags)
+    return Schedule(m_tiles, n_tiles, k_steps, raster, grid, kernel.cluster, partials, flags, whole)
+
+
+def _whole_passes(kernel: Kernel, m_tiles: int, n_tiles: int, k_steps: int, grid: int) -> int:
+    """Passes of stream-K in which every block takes a whole tile."""
+    if kernel.decomposition != "stream_k":
+        return 0
+    passes, rest = divmod(m_tiles * n_tiles, grid)
+    activations = m_tiles * kernel.m_tile * k_steps * kernel.k_sm * 2
+    if passes and 0 < 3 * rest < grid and activations <= SHARED_ACTIVATIONS:
+        passes -= 1
+    return passes
 
 
 def _hybrid_passes(kernel: Kernel, n_blocks: int, grid: int) -> int:

@@ -115,7 +115,7 @@ class Launcher:
         self, kernel: dispatch.Kernel, m: int, n: int, k: int, sms: int
     ) -> dispatch.Schedule:
         """Launch-time numbers as the launcher computes them."""
-        out = (ctypes.c_int64 * 8)()
+        out = (ctypes.c_int64 * len(dispatch.Schedule.__dataclass_fields__))()
         sizes = (ctypes.c_int64(value) for value in (m, n, k, sms))
         self._check(self._lib.mc_schedule(_int32(kernel.fields()), *sizes, out))
         return dispatch.Schedule(*out)

@@ -395,6 +395,30 @@ HOPPER_MUTATIONS = (
         *(HOPPER_STREAM, "values"),
     ),
     _one(
+        "stream-K: whole tiles left out",
+        *("tile_order.cuh", "end_ + (kWholeTiles ? p_.whole_passes : 0)", "end_"),
+        *(HOPPER_STREAM, "output"),
+        shape=(19, 1000, 512),
+    ),
+    _one(
+        "stream-K: every CTA takes the first whole tile",
+        *("tile_order.cuh", "const int tile = block_index() + (", "const int tile = ("),
+        *(HOPPER_STREAM, "race", "output"),
+        shape=(19, 1000, 512),
+    ),
+    _one(
+        "stream-K: ranges begin at the first tile",
+        *("tile_order.cuh", "s.tile + whole_tiles(p_), whole ? 0", "s.tile, whole ? 0"),
+        *(HOPPER_STREAM, "race", "output", "deadlock"),
+        shape=(19, 1000, 512),
+    ),
+    _one(
+        "stream-K: sharers sought as if there were no whole tiles",
+        *(HREDUCE, "s.tile - whole_tiles(p) + 1", "s.tile + 1"),
+        *(HOPPER_STREAM, "deadlock", "values"),
+        shape=(19, 1000, 512),
+    ),
+    _one(
         "cluster: sums sent before the peer has its barriers",
         *(HREDUCE, "cluster_wait_unaligned();  // every CTA", "// every CTA"),
         *(HOPPER_SPLIT, "race", "mbarrier"),

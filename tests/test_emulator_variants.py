@@ -167,6 +167,27 @@ def test_sums_do_not_depend_on_the_schedule() -> None:
         assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "w4a16_hopper_f16_g128_m16_n128k256_w2x2_p8_streamk_c1",
+        "w4a16_hopper_f16_g128_m128_n128k128_w2x1_p5_streamk_c1",
+        "w4a16_hopper_bf16z_g128_m8_n128k256_w2x2_p8_streamk_c1",
+    ],
+)
+def test_stream_k_of_whole_tiles_and_ranges(name: str) -> None:
+    """Nine tiles on 2 to 9 CTAs: whole passes and what is left behind them, many sharers of it, a
+    pass that is cut as well, and no rest at all."""
+    variant = Variant.parse(name)
+    case = make_case(variant, 2 * variant.m_tile + 3, 2 * variant.n_sm + 8, 1280)
+    seen = set()
+    for sms in (2, 3, 4, 5, 7, 8, 9):
+        schedule = case.check(sms=sms, seed=sms).schedule
+        assert schedule.tiles == 9
+        seen.add((schedule.whole_passes, schedule.tiles - schedule.whole_passes * sms))
+    assert seen == {(4, 1), (3, 0), (1, 5), (1, 4), (0, 9), (1, 0)}
+
+
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     name = "w4a16_hopper_bf16z_g64_m16_n256k128_w2x1_p4_dp_c2"
     assert main([name, "5", "70", "192", "--seeds", "2", "--statistics"]) == 0

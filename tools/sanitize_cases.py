@@ -29,31 +29,34 @@ def cases(pattern: str) -> list[dispatch.Kernel]:
     return list(found.values())
 
 
-def weight(kernel: dispatch.Kernel, k: int) -> mc.PackedWeight:
+def weight(kernel: dispatch.Kernel, k: int, n: int) -> mc.PackedWeight:
     """A random weight of the kernel's format, on the host."""
     group = kernel.group_size
     rows = 1 if group < 0 else k // group
-    q = torch.randint(0, 16, (k, N), dtype=torch.uint8)
-    scales = torch.rand(rows, N).half() * 0.05 + 0.01
+    q = torch.randint(0, 16, (k, n), dtype=torch.uint8)
+    scales = torch.rand(rows, n).half() * 0.05 + 0.01
     if kernel.sparse:
         from marlin_cutlass.sparse import pack_sparse
 
-        order = torch.rand(k // 4, 4, N).argsort(1).reshape(k, N)
+        order = torch.rand(k // 4, 4, n).argsort(1).reshape(k, n)
         return pack_sparse(torch.where(order < 2, q, 8).to(torch.uint8), scales, group_size=group)
-    zeros = torch.randint(0, 17, (rows, N)) if kernel.zeros else None
+    zeros = torch.randint(0, 17, (rows, n)) if kernel.zeros else None
     return mc.pack(q, scales, zeros, group_size=group)
 
 
-def run(kernel: dispatch.Kernel, rows: int | None, k: int) -> float:
-    """Two calls, ragged in every direction; the largest error relative to the largest value."""
-    m, w = rows or kernel.m_tile + 3, weight(kernel, k)
+def run(kernel: dispatch.Kernel, rows: int | None, k: int, n: int) -> float:
+    """A call and one with SwiGLU, ragged in every direction; the largest error relative to the
+    largest value."""
+    m, w = rows or kernel.m_tile + 3, weight(kernel, k, n)
     a = torch.randn(m, k).to(DTYPES[kernel.dtype])
-    bias = torch.randn(N).to(a.dtype)
-    want = mc.gemm(a, w, bias).float()
+    bias = torch.randn(n).to(a.dtype)
     on_device = (a.cuda(), w.cuda(), bias.cuda())
-    for _ in range(2):
-        out = mc.gemm(*on_device, kernel=kernel.name)
-    return float((out.cpu().float() - want).abs().max() / want.abs().max())
+    errors = []
+    for swiglu in (False, True):
+        want = mc.gemm(a, w, bias, swiglu=swiglu).float()
+        out = mc.gemm(*on_device, kernel=kernel.name, swiglu=swiglu).cpu().float()
+        errors.append(float((out - want).abs().max() / want.abs().max()))
+    return max(errors)
 
 
 def main() -> int:
@@ -61,6 +64,7 @@ def main() -> int:
     parser.add_argument("--filter", default="*", help="only kernels whose name matches this glob")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after that")
     parser.add_argument("--m", type=int, help="rows; default: the row tile and three more")
+    parser.add_argument("--n", type=int, default=N, help="columns, a multiple of 4")
     parser.add_argument("--k", type=int, default=K, help="a multiple of 128; less for slow tools")
     parser.add_argument("--list", action="store_true", help="print the cases for build.py")
     options = parser.parse_args()
@@ -68,6 +72,8 @@ def main() -> int:
         parser.error(f"--m {options.m}: at least one row")
     if options.k < 128 or options.k % 128:
         parser.error(f"--k {options.k}: a positive multiple of 128")
+    if options.n < 4 or options.n % 4:
+        parser.error(f"--n {options.n}: a positive multiple of 4")
     if options.list:
         print(*(f"--only={kernel.name}" for kernel in cases(options.filter)))
         return 0
@@ -78,7 +84,7 @@ def main() -> int:
     for kernel in chosen:
         if time.monotonic() > end:
             break
-        error = run(kernel, options.m, options.k)
+        error = run(kernel, options.m, options.k, options.n)
         done += 1
         wrong += not error < 2e-2
         print(f"{'wrong' if not error < 2e-2 else 'right'} {error:.1e} {kernel.name}", flush=True)

@@ -155,6 +155,7 @@ void set_params(Plan& p, const Call& call) {
   p.params.n_tiles = static_cast<int32_t>(s.n_tiles);
   p.params.k_steps = static_cast<int32_t>(s.k_steps);
   p.params.raster = static_cast<int32_t>(s.raster);
+  p.params.whole_passes = static_cast<int32_t>(s.whole_passes);
   const VariantFields& v = p.variant->fields;
   if (static_cast<Decomposition>(v.decomposition) == Decomposition::kHybrid)
     set_hybrid_partition(p.params, v.n_sm / kBlockColumns, static_cast<int>(s.grid), v.multicast);
@@ -273,7 +274,7 @@ GemmParams make_params(const Plan& plan, const Call& call) {
   p.ldc = call.ldc;
   p.k = static_cast<int32_t>(call.k);
   p.swiglu = call.swiglu;
-  p.vector_store = reinterpret_cast<uintptr_t>(call.c) % 8 == 0 && call.ldc % 4 == 0 && call.n % 4 == 0;
+  p.vector_store = !call.swiglu && reinterpret_cast<uintptr_t>(call.c) % 8 == 0 && call.ldc % 4 == 0 && call.n % 4 == 0;
   return p;
 }
 

@@ -26,7 +26,7 @@ inline bool is_batch_invariant(const VariantFields& v) {
 }
 
 struct Schedule {
-  int64_t m_tiles, n_tiles, k_steps, raster, grid, cluster, partials, flags;
+  int64_t m_tiles, n_tiles, k_steps, raster, grid, cluster, partials, flags, whole_passes;
 };
 
 // CTAs of one grid that wait for each other: all of them must be resident.
@@ -48,6 +48,16 @@ inline int64_t hybrid_passes(const VariantFields& v, const Schedule& s, int64_t 
   p.k_steps = static_cast<int32_t>(s.k_steps);
   set_hybrid_partition(p, v.n_sm / kBlockColumns, static_cast<int>(s.grid), v.multicast);
   return s.m_tiles * (p.full_passes + (p.whole_blocks + p.left_over > 0));
+}
+
+constexpr int64_t kSharedActivations = int64_t{32} << 20;  // see SHARED_ACTIVATIONS in generator/schedule.py
+
+// Stream-K: passes in which every CTA takes a whole tile.
+inline int64_t whole_passes(const VariantFields& v, const Schedule& s) {
+  const int64_t tiles = s.m_tiles * s.n_tiles, passes = tiles / s.grid, rest = tiles % s.grid;
+  const int64_t activations = s.m_tiles * v.m_tile * s.k_steps * v.k_sm * 2;
+  const bool many_sharers = rest > 0 && 3 * rest < s.grid && activations <= kSharedActivations;
+  return passes > 0 && many_sharers ? passes - 1 : passes;
 }
 
 inline Schedule make_schedule(const VariantFields& v, int64_t m, int64_t n, int64_t k, int64_t sms) {
@@ -75,6 +85,7 @@ inline Schedule make_schedule(const VariantFields& v, int64_t m, int64_t n, int6
     case Decomposition::kStreamK:  // every CTA of the grid is resident: they wait for each other
       s.grid = std::min(tiles * s.k_steps, clusters) * shared;
       s.partials = s.grid * tile_floats, s.flags = s.grid * v.warps_n;
+      if (static_cast<Decomposition>(v.decomposition) == Decomposition::kStreamK) s.whole_passes = whole_passes(v, s);
       break;
     case Decomposition::kHybrid:
       s.grid = std::min(tiles * s.k_steps, clusters) * shared;

@@ -9,6 +9,7 @@ are there, so that memory peaks at the checkpoint's own size and one layer.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -165,6 +166,7 @@ class MarlinCutlassHfQuantizer(HfQuantizer):
     """Puts empty layers into the model before loading, and repacks foreign ones afterwards."""
 
     requires_calibration = True  # models are quantised elsewhere: only pre-quantised ones load
+    mlps_fused = False  # fuse_mlps sets it
     quantization_config: MarlinCutlassConfig
 
     def __init__(self, quantization_config: MarlinCutlassConfig, **kwargs: Any) -> None:
@@ -275,8 +277,16 @@ class MarlinCutlassHfQuantizer(HfQuantizer):
             model.set_submodule(path, linear)
         return model
 
+
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return True
+        """Not behind `fuse_mlps`: save_pretrained refuses."""
+        if self.mlps_fused:
+            warnings.warn(
+                "fuse_mlps has renamed layers, and a folder saved now would not load: call "
+                "save_pretrained before it",
+                stacklevel=2,
+            )
+        return not self.mlps_fused
 
     @property
     def is_trainable(self) -> bool:

@@ -94,10 +94,10 @@ template <class E> MC_DEVICE void store_atom(const GemmParams& p, const float* d
   const U32x2 v = finish_atom<E>(d, f);
   const int row = row0 + (lane >> 2), column = atom_column + (lane & 3) * 4;
   if (row >= p.m || column >= p.n) return;
-  uint16_t* out = static_cast<uint16_t*>(p.c) + row * p.ldc + (p.swiglu ? column / 2 : column);
-  if (p.swiglu) st_global_u32_if(true, out, swiglu2<E>(v));
-  else if (p.vector_store) st_global_u32x2(out, v);
-  else store_elements(p, out, column, v);
+  uint16_t* out = static_cast<uint16_t*>(p.c) + row * p.ldc;
+  if (p.vector_store) st_global_u32x2(out + column, v);
+  else if (p.swiglu) st_global_u32_if(true, out + column / 2, swiglu2<E>(v));
+  else store_elements(p, out + column, column, v);
 }
 
 }  // namespace marlin_cutlass

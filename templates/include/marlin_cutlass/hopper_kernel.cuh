@@ -65,8 +65,8 @@ MC_DEVICE void store_rows_as(const GemmParams& p, HopperMainloop<C>& loop, Colum
 template <class C>
 MC_DEVICE void store_rows(const GemmParams& p, HopperMainloop<C>& loop, ColumnFactors f, int r, int m, int column, uint32_t rank) {
   load_column_bias<typename C::Element>(p, column, lane_index(), f);
-  if (p.swiglu) store_rows_as<C, Store::kSwiglu>(p, loop, f, r, m, column, rank);
-  else if (p.vector_store) store_rows_as<C, Store::kVectors>(p, loop, f, r, m, column, rank);
+  if (p.vector_store) store_rows_as<C, Store::kVectors>(p, loop, f, r, m, column, rank);
+  else if (p.swiglu) store_rows_as<C, Store::kSwiglu>(p, loop, f, r, m, column, rank);
   else store_rows_as<C, Store::kElements>(p, loop, f, r, m, column, rank);
 }
 

@@ -105,7 +105,7 @@ template <class C> MC_DEVICE bool reduce_ranges(const GemmParams& p, Accumulator
     return false;
   }
   if (s.k_end == p.k_steps) return true;
-  const int total = p.m_tiles * p.n_tiles * p.k_steps, tile_end = (s.tile + 1) * p.k_steps;
+  const int total = range_units(p), tile_end = (s.tile - whole_tiles(p) + 1) * p.k_steps;
   int last = cta + 1;  // CTAs cta + 1 .. last - 1 hold the rest of the tile
   while (last < grid_size() && range_begin(total, last, grid_size()) < tile_end) ++last;
   for (int c = cta + 1 + thread; c < last; c += 128) wait_flag(p.flags + c * C::kWarpgroupsN + group_n, 1u);

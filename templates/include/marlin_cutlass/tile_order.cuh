@@ -33,13 +33,18 @@ MC_DEVICE int range_begin(int total, int cta, int ctas) {
   return each * cta + (cta < more ? cta : more);
 }
 
-// The segments of this CTA, in order.
+// Stream-K: whole tiles, which come first in the order of tiles, and the k steps of the tiles behind them, which are cut into ranges.
+MC_DEVICE int whole_tiles(const GemmParams& p) { return p.whole_passes * static_cast<int>(grid_size()); }
+MC_DEVICE int range_units(const GemmParams& p) { return (p.m_tiles * p.n_tiles - whole_tiles(p)) * p.k_steps; }
+
+// The segments of this CTA, in order. Stream-K: its range, then its whole tiles. (The range first: its sum can wait for other CTAs.)
 template <Decomposition kDecomposition, int kSplit, int kMulticast = 1> struct WorkLoop {
-  MC_DEVICE WorkLoop(const GemmParams& p, int cta, int rank) : k_steps_(p.k_steps) {
+  MC_DEVICE WorkLoop(const GemmParams& p, int cta, int rank) : p_(p), k_steps_(p.k_steps) {
     const int tiles = p.m_tiles * p.n_tiles;
     if constexpr (kRanges) {
-      position_ = range_begin(tiles * k_steps_, cta, grid_size());
-      end_ = range_begin(tiles * k_steps_, cta + 1, grid_size());
+      const int units = kWholeTiles ? range_units(p) : tiles * k_steps_;
+      position_ = range_begin(units, cta, grid_size());
+      end_ = range_begin(units, cta + 1, grid_size());
     } else if constexpr (kDecomposition == Decomposition::kSplitK) {  // one tile for each `kSplit` CTAs
       position_ = cta / kSplit;
       end_ = position_ + 1;
@@ -51,13 +56,21 @@ template <Decomposition kDecomposition, int kSplit, int kMulticast = 1> struct W
     }
   }
   MC_DEVICE bool next(Segment& s) {
-    if (position_ >= end_) return false;
+    if (position_ >= end_ + (kWholeTiles ? p_.whole_passes : 0)) return false;
     if constexpr (kRanges) {
       s.tile = position_ / k_steps_;
       s.k_begin = position_ - s.tile * k_steps_;
       const int left = end_ - position_, to_tile_end = k_steps_ - s.k_begin;
       s.k_end = s.k_begin + (left < to_tile_end ? left : to_tile_end);
-      position_ += s.k_end - s.k_begin;
+      if constexpr (kWholeTiles) {
+        // Behind the range a step of the position is a whole tile. Without branches: else the compiler makes a copy of the main loop for each.
+        const bool whole = position_ >= end_;
+        const int tile = block_index() + (position_ - end_) * static_cast<int>(grid_size());
+        position_ += whole ? 1 : s.k_end - s.k_begin;
+        s = {whole ? tile : s.tile + whole_tiles(p_), whole ? 0 : s.k_begin, whole ? k_steps_ : s.k_end};
+      } else {
+        position_ += s.k_end - s.k_begin;
+      }
     } else if constexpr (kDecomposition == Decomposition::kSplitK) {
       s = {position_++, k_begin_, k_end_};
     } else {
@@ -68,7 +81,8 @@ template <Decomposition kDecomposition, int kSplit, int kMulticast = 1> struct W
   }
 
  private:
-  static constexpr bool kRanges = kDecomposition == Decomposition::kStriped || kDecomposition == Decomposition::kStreamK;
+  static constexpr bool kWholeTiles = kDecomposition == Decomposition::kStreamK, kRanges = kWholeTiles || kDecomposition == Decomposition::kStriped;
+  const GemmParams& p_;
   int k_steps_, position_ = 0, end_ = 0, k_begin_ = 0, k_end_ = 0;
 };
 
