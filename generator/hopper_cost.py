@@ -17,51 +17,51 @@ from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
 from generator.schedule import RASTER, whole_passes
 from generator.variant import Variant
 
-START_US = 2.08  # gap between kernels and first data
-OVERLAP_LOSS = 0.158  # share of the shorter of (memory, compute) that does not hide
-STREAM_EFFICIENCY = 1.22  # of the measured bandwidth, inside the main loop
+START_US = 2.04  # gap between kernels and first data
+OVERLAP_LOSS = 0.107  # share of the shorter of (memory, compute) that does not hide
+STREAM_EFFICIENCY = 1.17  # of the measured bandwidth, inside the main loop
 # Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile. Nominal
 # clock: under load it is lower, which is in the figures.
 PIECE_CYCLES = {
-    8: 82.69,
-    16: 92.18,
+    8: 85.95,
+    16: 94.88,
     24: 102.9,
-    32: 109.1,
-    48: 141.8,
-    64: 161.6,
-    96: 234,
-    128: 323,
-    192: 484.1,
-    256: 649.2,
+    32: 112,
+    48: 144.5,
+    64: 164.1,
+    96: 224.3,
+    128: 300.5,
+    192: 458.8,
+    256: 609.2,
 }
-L2_BYTES_PER_CLOCK = 51.2  # into one SM: weights, and activations once per tile of columns
+L2_BYTES_PER_CLOCK = 50.1  # into one SM: weights, and activations once per tile of columns
 PIECE_WEIGHT_BYTES = 2112
 # One, two, three warpgroups at work hide less latency: with row tiles below 96, and from 96 on.
-FEW_WARPGROUPS = ((1.32, 1.08, 1.04), (1.12, 0.932, 0.97))
-ONE_BLOCK = {96: 1.11}  # where a warpgroup has one block of columns, by m_tile
-K_GROUPS = {1: 1.0, 2: 1.08, 4: 1.22}  # warpgroups along K take stages in turn
+FEW_WARPGROUPS = ((1.33, 1.08, 1.03), (1.19, 0.994, 0.97))
+ONE_BLOCK = {96: 1.1, 128: 1.03}  # where a warpgroup has one block of columns, by m_tile
+K_GROUPS = {1: 1.0, 2: 1.08, 4: 1.23}  # warpgroups along K take stages in turn
 RAW_CODES = 0.994  # few rows: codes are multiplied as they lie
 # Ranges of stream-K are at different k steps, so that each reads its activations from memory where
 # those of neighbouring row tiles exceed what L2 keeps: per so many bytes beyond the first.
-RANGES_APART, APART_BYTES = 0.108, 16 << 20
-MULTICAST_ROWS, MULTICAST = 128, 0.942  # activations loaded once for two CTAs: less power
-CLUSTER_US = 0.533  # sum over a cluster
-RANGES_US, RANGES_PER_VALUE = 3.18, 3.17e-05  # stream-K: partial tiles through L2, for each sharer
-HYBRID_US, HYBRID_ROWS = 2.39, 0.107  # the second: share of time lost with several row tiles
+RANGES_APART, APART_BYTES = 0.105, 16 << 20
+MULTICAST_ROWS, MULTICAST = 128, 0.944  # activations loaded once for two CTAs: less power
+CLUSTER_US = 0.574  # sum over a cluster
+RANGES_US, RANGES_PER_VALUE = 3.21, 3.57e-05  # stream-K: partial tiles through L2, for each sharer
+HYBRID_US, HYBRID_ROWS = 2.58, 0.106  # the second: share of time lost with several row tiles
 # Sum over the CTAs that share a block of a hybrid pass, and the part of the time in which whole
 # blocks run on beside it that hides it.
-SHARES_US, SHARES_PER_ROW_AND_SHARER, SHARES_HIDDEN = 1.34, 0.00319, 0.577
-ROUND_US = 1.07  # each further tile of a CTA: drain and restart
-TILE_US_PER_VALUE = 2.88e-05  # epilogue
+SHARES_US, SHARES_PER_ROW_AND_SHARER, SHARES_HIDDEN = 1.22, 0.00359, 0.65
+ROUND_US = 0.881  # each further tile of a CTA: drain and restart
+TILE_US_PER_VALUE = 2.61e-05  # epilogue
 CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
 # Sparse: a piece is 64 x 128, with as many codes and as many instructions of the same length, each
 # over twice as many activations, and the places of the kept values. Fitted to 250 timings of twelve
 # weights, M = 1..256, of 2026-11-30: the choice is within 10 % of the best in 95 % of the cells.
-SPARSE_PIECE_CYCLES = 1.33
+SPARSE_PIECE_CYCLES = 1.35
 SPARSE_PIECE_BYTES = 4024
-SPARSE_FOUR_K_GROUPS = 1.09
-SPARSE_HYBRID = 1.07
-SPARSE_STREAM = 0.911  # of the rate at which dense weights stream
+SPARSE_FOUR_K_GROUPS = 1.08
+SPARSE_HYBRID = 1.08
+SPARSE_STREAM = 0.908  # of the rate at which dense weights stream
 
 
 class HopperTime(NamedTuple):

@@ -231,7 +231,7 @@ def _around(x: int, all_x: list[int], reach: float) -> Range:
 M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 M_STEPS_HOPPER = (
     *(8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256, 288, 320, 384, 448, 512, 576),
-    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    *(640, 768, 896, 960, 1024, 1152, 1280, 1408, 1536, 1792, 1920, 2048, 2304, 2560, 3072),
 )
 N_STEPS = (256, 512, *range(1024, 6145, 1024), *range(8192, 16385, 2048), 22528, 28672)
 # Hopper tiles are large and its SMs many: waves, and with them the choice, change in finer steps.

@@ -77,8 +77,8 @@ def test_every_row_says_where_it_comes_from(table):
 
 
 def test_sizes_stay_readable(table):
-    """The launcher scans rows in order, once for each new shape: 4 us for 4000."""
-    assert len(table.rows) < 5000
+    """The launcher scans rows in order, once for each new shape: a nanosecond for each."""
+    assert len(table.rows) < 6000
 
 
 # ---- the checks themselves can fail --------------------------------------------------------------
