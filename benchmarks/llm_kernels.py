@@ -304,9 +304,13 @@ def add_norm(x: Tensor | Parts | Pending, residual: Tensor | None, weight: Tenso
     out = torch.empty_like(first)
     block = triton.next_power_of_2(width)
     # Values a thread, most warps. Few rows: one load a thread (H200, 2026-11-30, with 16 values and
-    # with 8, ms a step: Llama-2-7B at batch 16 1.934 and 1.885, at 64 3.280 and 3.263). Behind a
-    # signal as well: between two volatile loads ptxas waits.
-    values, most = (16, 16) if m > LONG_ROWS and flags is None else (8, 32)
+    # with 8, ms a step: Llama-2-7B at batch 16 1.934 and 1.885, at 64 3.280 and 3.263; with 4, in
+    # turn with 8, at 16 1.871 and 1.861, at 64 3.226 and 3.282). Behind a signal as well: between
+    # two volatile loads ptxas waits.
+    if m > LONG_ROWS and flags is None:
+        values, most = 16, 16
+    else:
+        values, most = 8 if m <= EARLY_ROWS else 4, 32
     warps = min(most, max(4, block // (32 * values)))
     other = rest[0] if rest else first
     constants = (bool(rest), residual is not None, flags is not None, MOST_TRIES, block)
