@@ -46,6 +46,7 @@ EARLY_ROWS = 32
 # for it on the same SM. Long inputs take larger blocks, as there the rate of launches counts.
 SILU_BLOCK, SILU_WARPS = 512, 2
 SILU_BLOCK_LONG, SILU_WARPS_LONG, LONG_ROWS = 2048, 8, 256
+NORM_FEW_ROWS = 32
 ARGMAX_PARTS, ARGMAX_BLOCK = 32, 1024
 
 # Tries of a program that waits for the other GPU before it gives up: more than a minute, as one
@@ -303,14 +304,14 @@ def add_norm(x: Tensor | Parts | Pending, residual: Tensor | None, weight: Tenso
     total = torch.empty_like(first) if residual is None else residual
     out = torch.empty_like(first)
     block = triton.next_power_of_2(width)
-    # Values a thread, most warps. Few rows: one load a thread (H200, 2026-11-30, with 16 values and
-    # with 8, ms a step: Llama-2-7B at batch 16 1.934 and 1.885, at 64 3.280 and 3.263; with 4, in
-    # turn with 8, at 16 1.871 and 1.861, at 64 3.226 and 3.282). Behind a signal as well: between
-    # two volatile loads ptxas waits.
+    # Values a thread, most warps. One load a thread also behind a signal: between two volatile
+    # loads ptxas waits. H200, 2026-11-30, ms a step of Llama-2-7B: with 16 values and with 8 at
+    # batch 16 1.934 and 1.885, at 64 3.280 and 3.263; with 8 and with 4 in turn at 16 1.861 and
+    # 1.871, at 64 3.282 and 3.226.
     if m > LONG_ROWS and flags is None:
         values, most = 16, 16
     else:
-        values, most = 8 if m <= EARLY_ROWS else 4, 32
+        values, most = 8 if m <= NORM_FEW_ROWS else 4, 32
     warps = min(most, max(4, block // (32 * values)))
     other = rest[0] if rest else first
     constants = (bool(rest), residual is not None, flags is not None, MOST_TRIES, block)

@@ -137,7 +137,8 @@ def linear(kind: str, k: int, n: int, device, generator) -> nn.Module:
 
 
 def swiglu(gate_up: nn.Module, x: Tensor) -> Tensor:
-    """silu(gate) * up. Our kernels store that; columns of an INT4 layer lie as they want them."""
+    """silu(gate) * up. Of an INT4 layer, whose weights are random, the columns count as
+    interleaved (`fuse_gate_up`), and its kernel stores that."""
     if isinstance(gate_up, DenseLinear):
         return kernels.silu_mul(gate_up(x))
     return gemm(x, gate_up.weight_packed, swiglu=True)

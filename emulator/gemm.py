@@ -35,9 +35,10 @@ class Options:
     """How a launch is emulated, beyond the operands.
 
     sms: SMs of the imagined GPU, which sets the grid and how many blocks run at a time. ldc: row
-    stride of C in elements (default n). c_offset: bytes by which C's base misses a 16-byte boundary
-    (a multiple of 2). programmatic: check the rules of programmatic dependent launch. include:
-    headers to compile against. debug: compile for gdb. swiglu: C is [m, n/2].
+    stride of C in elements (default: its columns). c_offset: bytes by which C's base misses a
+    16-byte boundary (a multiple of 2, with swiglu of 4). programmatic: check the rules of
+    programmatic dependent launch. include: headers to compile against. debug: compile for gdb.
+    swiglu: C is [m, n/2].
     """
 
     sms: int = 3
@@ -59,7 +60,7 @@ def gemm(
     options: Options | None = None,
     **changes: object,
 ) -> Result:
-    """a [m, k] @ weight -> [m, n] by `variant`, executed on the CPU.
+    """a [m, k] @ weight -> [m, n] (swiglu: [m, n/2]) by `variant`, executed on the CPU.
 
     changes: fields of Options. Raises EmulationError for anything that the emulator objects to, and
     for outputs that the kernel did not store or flags that it did not clear; ValueError if the

@@ -1,7 +1,7 @@
 """Time of a Hopper launch on the busiest SM: the fitted part of the cost model.
 
-Constants: least squares (soft L1 on the log ratio, near-best geometries weighted) over the 5200
-dense timings of generator/tuning/nvidia_h200.json, 46 weights from 512 x 512 to 57344 x 8192,
+Constants: least squares (soft L1 on the log ratio, near-best geometries weighted) over the 6868
+dense timings of generator/tuning/nvidia_h200.json, 47 weights from 512 x 512 to 57344 x 8192,
 M = 1..4096, NVIDIA H200, 2026-11-30, mean of times with and without dependent launch.
 docs/performance.md has the errors.
 """
@@ -128,11 +128,11 @@ class HopperModel:
 
     def _stream_k(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
         v, tiles = self.v, self._tiles(blocks, m_tiles)
-        passes = whole_passes(v, m_tiles, tiles // m_tiles, k_steps, min(self.sms, tiles * k_steps))
-        cut = tiles - passes * self.sms
-        adding = RANGES_PER_VALUE * v.m_tile * v.n_sm * max(1.0, self.sms / cut) if cut else 0.0
+        grid = min(self.sms, tiles * k_steps)
+        cut = tiles - grid * (passes := whole_passes(v, m_tiles, tiles // m_tiles, k_steps, grid))
+        adding = RANGES_PER_VALUE * v.m_tile * v.n_sm * max(1.0, grid / cut) if cut else 0.0
         near = min(m_tiles, RASTER) * v.m_tile * k_steps * v.k_sm * 2  # bytes of activations
-        steps = cut / self.sms * (1 + RANGES_APART * max(0.0, near / APART_BYTES - 1))
+        steps = cut / grid * (1 + RANGES_APART * max(0.0, near / APART_BYTES - 1))
         cycles = (passes + steps) * self._tile_cycles(k_steps)
         return cycles, max(1.0, tiles / self.sms), RANGES_US + adding if cut else 0.0
 

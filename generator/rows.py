@@ -129,7 +129,7 @@ MANY_ROWS = 1024
 # Beyond the most rows measured: bounds of the steps in which the model is asked, the last for all
 # that is larger. Of 4096 columns a wave of tiles of 256 rows holds 1024 rows; 3840 keeps what is
 # just above 3072 from deciding for 4096.
-MANY_ROWS_STEPS = (3072, 3840, 4096, 16384)
+MANY_ROWS_STEPS = (3072, 3840, 4096, 5120, 6144, 8192, 16384)
 
 
 def rows_beyond(
@@ -232,6 +232,7 @@ M_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 M_STEPS_HOPPER = (
     *(8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256, 288, 320, 384, 448, 512, 576),
     *(640, 768, 896, 960, 1024, 1152, 1280, 1408, 1536, 1792, 1920, 2048, 2304, 2560, 3072),
+    *(4096, 5120),
 )
 N_STEPS = (256, 512, *range(1024, 6145, 1024), *range(8192, 16385, 2048), 22528, 28672)
 # Hopper tiles are large and its SMs many: waves, and with them the choice, change in finer steps.
@@ -268,7 +269,7 @@ def model_rows(
         n_steps = tuple(sorted({*N_STEPS_HOPPER, *waves}))
         m_steps, k_steps = M_STEPS_HOPPER, K_STEPS_HOPPER
     columns = []  # per m: choices over (n, k)
-    for m_range, m in _cells(m_steps, BEYOND["m"], 0):
+    for m_range, m in _cells(m_steps, max(BEYOND["m"], 2 * m_steps[-1]), 0):
         # Row tiles much too tall or too flat are never the choice: leaving them out saves time.
         low, high = min(m, 2048) / 20, 4 * max(m, 8)
         near = [v for v in variants if low <= v.m_tile <= high] or variants

@@ -202,7 +202,7 @@ def schedule(kernel: Kernel, m: int, n: int, k: int, sms: int) -> Schedule:
 
 def _whole_passes(kernel: Kernel, m_tiles: int, n_tiles: int, k_steps: int, grid: int) -> int:
     """Passes of stream-K in which every block takes a whole tile."""
-    if kernel.decomposition != "stream_k":
+    if kernel.decomposition != "stream_k" or grid == 0:
         return 0
     passes, rest = divmod(m_tiles * n_tiles, grid)
     activations = m_tiles * kernel.m_tile * k_steps * kernel.k_sm * 2

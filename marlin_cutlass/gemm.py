@@ -28,13 +28,14 @@ def gemm(
     is not built is compiled at the first call and cached (MARLIN_CUTLASS_JIT=0: never). Kernels of
     the opt-in family `collective` run on a repacked copy of w (docs/collective.md).
     batch_invariant: the bits of a row do not depend on the other rows or on their number.
-    swiglu: w is a gate and an up projection with columns as `fuse_gate_up` lays them, and the
-    kernel stores silu(gate) * up: [..., N/2], the values that torch makes of the product. N must be
-    a multiple of 4, and out is not taken.
+    swiglu: w is a gate and an up projection with columns as `fuse_gate_up` lays them; the kernel
+    stores silu(gate) * up, each step rounded as in torch, whose silu may differ by a rounding. N
+    must be a multiple of 4; out is not taken; where a gradient is needed SwiGLU is a step of its
+    own.
 
-    Returns [..., N] in a's dtype. Differentiable in a and bias. On the CPU a slow reference with
-    the same arithmetic. Raises TypeError or ValueError for operands that do not fit,
-    RuntimeError where no kernel is built for the device; a kernel that is named but
+    Returns [..., N] (swiglu: [..., N/2]) in a's dtype. Differentiable in a and bias. On the CPU a
+    slow reference with the same arithmetic. Raises TypeError or ValueError for operands that do not
+    fit, RuntimeError where no kernel is built for the device; a kernel that is named but
     cannot be had, or is not legal for the call, is refused, never replaced.
     """
     if not isinstance(w, PackedWeight):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from marlin_cutlass import dispatch, settings
+from marlin_cutlass.manifest import MANIFEST_FORMAT
 
 # A kernel that spills is right, only slower; what it spills is shown, not forbidden.
 ALLOWED_SPILL_BYTES = 1 << 20
@@ -37,12 +38,14 @@ def enabled() -> bool:
 
 def cache_folders(arch: str) -> list[Path]:
     """Where compiled kernels may lie, in order: $MARLIN_CUTLASS_JIT_CACHE alone, or the build
-    folder and the user's cache."""
+    folder and the user's cache; apart for each format, since kernels of another have other
+    parameters."""
+    version = f"v{MANIFEST_FORMAT}"
     given = os.environ.get("MARLIN_CUTLASS_JIT_CACHE")
     if given:
-        return [Path(given) / arch]
+        return [Path(given) / version / arch]
     roots = dict.fromkeys([*dispatch.build_roots(), *dispatch.default_roots()[:1]])
-    return [root / "jit" / arch for root in (*roots, *settings.cache_folders())]
+    return [root / "jit" / version / arch for root in (*roots, *settings.cache_folders())]
 
 
 def writable_folder(arch: str) -> Path:

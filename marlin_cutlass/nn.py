@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops
+from . import ops, reference
 from .layout import BLOCK_COLUMNS, ceil_div, check_sizes, packed_bytes
 from .packed_weight import PackedWeight, check_permutation
 from .sharding import fuse_columns, shard_columns, shard_rows
@@ -179,14 +179,18 @@ class QuantLinear(nn.Module):
             )
         return cls.from_packed(weight, None if all(missing) else torch.cat(biases))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N] in x's dtype (under autocast: the autocast dtype)."""
+    def forward(self, x: Tensor, swiglu: bool = False) -> Tensor:
+        """x [..., K] -> [..., N], with swiglu [..., N/2] (see `gemm`), in x's dtype (under
+        autocast: the autocast dtype)."""
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):  # meta has no autocast state
             x = x.to(torch.get_autocast_dtype(kind))
         a = x.to(self.dtype) if x.dtype == torch.float32 else x
         needs_grad = torch.is_grad_enabled() and a.requires_grad
-        out = (ops.GEMM_AUTOGRAD if needs_grad else ops.GEMM)(
+        if swiglu:
+            ops.check_swiglu(self.out_features)
+        op = ops.GEMM_AUTOGRAD if needs_grad else ops.GEMM_SWIGLU if swiglu else ops.GEMM
+        out = op(
             a,
             self.packed,
             self.col_scale,
@@ -197,6 +201,8 @@ class QuantLinear(nn.Module):
             self.group_size,
             self.has_zeros,
         )
+        if swiglu and needs_grad:
+            out = reference.swiglu(out)
         return out.to(x.dtype) if a is not x else out
 
     def extra_repr(self) -> str:

@@ -198,13 +198,19 @@ def fuse_columns(weights: Sequence[PackedWeight]) -> PackedWeight:
     return _rebuild(first, joined, col_scale, first.perm)
 
 
+def interleave_pairs(gate: Tensor, up: Tensor) -> Tensor:
+    """[..., I] and [..., I], I even -> [..., 2 I]: two columns of the gate, the same two of up, the
+    next two of the gate."""
+    pairs = (x.unflatten(-1, (-1, 2)) for x in (gate, up))
+    return torch.stack(tuple(pairs), -2).flatten(-3)
+
+
 def fuse_gate_up(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     """One weight [K, 2 I] of a gate and an up projection [K, I], bit for bit, for
-    `gemm(..., swiglu=True)`: two columns of the gate, the same two of up, the next two of the gate.
+    `gemm(..., swiglu=True)`; biases are laid out alike by `interleave_pairs`.
 
-    A bias is laid out alike: `torch.stack((gate.view(-1, 2), up.view(-1, 2)), 1).flatten()`.
-    Shards of its columns are weights of the same kind. Raises ValueError unless both have the same
-    form, an even number of columns and the same act-order.
+    Shards of a multiple of 4 columns are weights of the same kind. Raises ValueError unless both
+    have the same form, an even number of columns and the same act-order.
     """
     if gate.n != up.n or gate.n % 2:
         raise ValueError(f"gate has N={gate.n} and up N={up.n}: they must be equal and even")
@@ -212,7 +218,7 @@ def fuse_gate_up(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     parts = _parts(both)
 
     def interleaved(x: Tensor) -> Tensor:
-        return x.unflatten(-1, (2, -1, 2)).transpose(-3, -2).flatten(-3)
+        return interleave_pairs(*x.chunk(2, -1))
 
     zeros = None if parts.zeros is None else interleaved(parts.zeros)
     mixed = Unpacked(interleaved(parts.codes), interleaved(parts.scales), zeros)

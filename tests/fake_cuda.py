@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from marlin_cutlass import dispatch, library, ops
+from marlin_cutlass.manifest import MANIFEST_FORMAT
 
 TESTS = Path(__file__).resolve().parent
 FIELDS = (
@@ -205,6 +206,6 @@ def write_table(folder: Path, variants: list[dict], rows: list[dict], arch: str 
     target.mkdir(parents=True, exist_ok=True)
     for entry in variants:
         (target / entry["file"]).write_text(entry["name"])
-    manifest = {"format": 1, "arch": arch, "layout_version": 1, "variants": variants}
+    manifest = {"format": MANIFEST_FORMAT, "arch": arch, "layout_version": 1, "variants": variants}
     (target / "manifest.json").write_text(json.dumps({**manifest, "dispatch": rows}))
     return target

@@ -26,6 +26,7 @@ from marlin_cutlass import bench, collective, collective_weight, explore_collect
 from marlin_cutlass.errors import LibraryError, TableError
 from marlin_cutlass.explore import full_names
 from marlin_cutlass.explore_measure import Format
+from marlin_cutlass.manifest import MANIFEST_FORMAT
 from marlin_cutlass.sparse import pack_sparse
 
 NAME = "w4a16_collective_f16_m16_n128k64_coop_dp"
@@ -183,7 +184,7 @@ def write_units(folder: Path, *names: str, abi: int = collective.ABI) -> Path:
                 "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
             }
         )
-    manifest = {"format": 1, "variants": [], "dispatch": [], "collective": entries}
+    manifest = {"format": MANIFEST_FORMAT, "variants": [], "dispatch": [], "collective": entries}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 

@@ -12,6 +12,7 @@ import marlin_cutlass as mc
 from generator.arch import ARCHS
 from marlin_cutlass import dispatch
 from marlin_cutlass.errors import TableError, UnsupportedArchError
+from marlin_cutlass.manifest import MANIFEST_FORMAT
 
 SMS = 132
 
@@ -91,7 +92,7 @@ def test_the_generator_chooses_the_same():
 
 
 def _manifest(entries, table_rows, **changes) -> dict:
-    head = {"format": 1, "arch": "sm_90a", "layout_version": 1}
+    head = {"format": MANIFEST_FORMAT, "arch": "sm_90a", "layout_version": 1}
     return {**head, "variants": entries, "dispatch": table_rows, **changes}
 
 
@@ -204,7 +205,7 @@ def damage(**changes):
     [
         ("{", "cannot be read"),
         ("[]", "holds a list instead of a JSON object"),
-        (_manifest([], [], format=2), "format=2, this release reads 1"),
+        (_manifest([], [], format=1), "format=1, this release reads 2"),
         (_manifest([], [], layout_version=2), "layout_version=2"),
         (_manifest([], [], arch="../sm"), "arch='../sm' is malformed"),
         (_manifest([fake_cuda.kernel()] * 2, []), "listed twice"),

@@ -77,7 +77,7 @@ def test_every_row_says_where_it_comes_from(table):
 
 
 def test_sizes_stay_readable(table):
-    """The launcher scans rows in order, once for each new shape: a nanosecond for each."""
+    """Of the default families. The launcher scans rows once for each new shape: 1 ns a row."""
     assert len(table.rows) < 6000
 
 
@@ -269,22 +269,23 @@ def test_the_shipped_measurements_can_be_read():
 
 # ---- the model -----------------------------------------------------------------------------------
 
-# us on an H200 without dependent launch, from an experiment of 2026-11-29 (docs/performance.md).
+# us on an H200 without dependent launch, the best of each cell in the tuner's runs, 2026-11-30
+# (docs/performance.md).
 H200_MEASURED = {
-    (4096, 4096): {1: 5.64, 16: 6.19, 64: 8.64, 128: 11.8, 256: 15.5},
-    (28672, 4096): {1: 21.2, 16: 21.6, 32: 23.9, 64: 29.5, 128: 47.7, 256: 84.4},
-    (8192, 28672): {1: 34.9, 16: 41.1, 64: 54.8, 128: 85.7, 256: 161},
+    (4096, 4096): {1: 5.2, 16: 5.4, 64: 6.8, 128: 10.2, 256: 14.5, 1024: 45.0},
+    (28672, 4096): {1: 16.7, 16: 17.2, 32: 20.3, 64: 27.2, 128: 44.4, 256: 81.9, 1024: 304.8},
+    (8192, 28672): {1: 30.9, 16: 31.7, 64: 53.4, 128: 84.5, 256: 157.4, 1024: 580.8},
 }
 
 
 @pytest.mark.parametrize("shape", H200_MEASURED)
-def test_the_model_is_within_a_third_of_measurements(shape):
+def test_the_model_is_within_a_sixth_of_measurements(shape):
     n, k = shape
     dense = [v for v in _variants("sm_90a") if not v.sparse]
     variants = [v for v in dense if (v.dtype, v.zeros, v.group_size) == SYM]
     for m, measured in H200_MEASURED[shape].items():
         best = min(estimate(ProblemShape(m, n, k), v, GPUS["H200"]).total for v in variants)
-        assert measured / 1.35 < best < measured * 1.35, (m, best)
+        assert measured / 1.17 < best < measured * 1.17, (m, best)
 
 
 def test_the_model_knows_what_binds():

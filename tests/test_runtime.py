@@ -13,6 +13,7 @@ import torch
 from runtime_cases import SHAPES, SMS, gemm, right, weight
 
 from marlin_cutlass import dequantize, dispatch
+from marlin_cutlass.manifest import MANIFEST_FORMAT
 
 # ---- results ----
 
@@ -264,7 +265,13 @@ def test_batch_invariant_calls_go_by_row_tiles_where_k_is_cut_by_them(fake, kern
 
 
 def empty_manifest():
-    return {"format": 1, "arch": "sm_90a", "layout_version": 1, "variants": [], "dispatch": []}
+    return {
+        "format": MANIFEST_FORMAT,
+        "arch": "sm_90a",
+        "layout_version": 1,
+        "variants": [],
+        "dispatch": [],
+    }
 
 
 def test_the_current_context_is_restored(fake, kernels):

@@ -37,6 +37,7 @@ from marlin_cutlass.explore_tuning import TuningFile
 from marlin_cutlass.files import load_with_metadata
 from marlin_cutlass.formats.bits import pack_nibbles
 from marlin_cutlass.json_file import parse_object, read_object
+from marlin_cutlass.manifest import MANIFEST_FORMAT
 from marlin_cutlass.safetensors_stream import read_header
 
 REPO = Path(__file__).resolve().parent.parent
@@ -449,7 +450,7 @@ def manifest() -> dict:
     entries = [fake_cuda.kernel(), fake_cuda.kernel("hopper", "bf16", decomposition="stream_k")]
     rows = [fake_cuda.row(e, m=(0, 64)) for e in entries]
     return {
-        "format": 1,
+        "format": MANIFEST_FORMAT,
         "arch": "sm_90a",
         "layout_version": 1,
         "variants": entries,
@@ -517,7 +518,7 @@ def test_a_changed_manifest_is_refused_or_harmless(tmp_path_factory, fake, data)
     [
         (b'{"a":' + DEEP + b"}", "nested too deeply"),
         (b"\xff\xfe", "not valid JSON"),
-        (b'{"format": 1, "format": 1}', "occurs twice"),
+        (b'{"format": 2, "format": 2}', "occurs twice"),
         (b"", "not valid JSON"),
     ],
 )

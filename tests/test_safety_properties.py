@@ -22,6 +22,7 @@ from generator.schedule import make_schedule
 from generator.variant import Variant
 from marlin_cutlass import dispatch
 from marlin_cutlass.formats.bits import AWQ_ORDER, pack_nibbles
+from marlin_cutlass.manifest import MANIFEST_FORMAT
 
 DTYPES = (torch.float16, torch.bfloat16)
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -246,7 +247,7 @@ def test_three_schedules_agree(fake, name, m, n, k, sms):
         assert theirs is None and generated is None
         return
     assert dispatch.schedule(kernel, m, n, k, sms) == theirs
-    for field in ("m_tiles", "n_tiles", "k_steps", "raster", "grid", "partials", "flags"):
+    for field in dispatch.Schedule.__dataclass_fields__:
         assert getattr(generated, field) == getattr(theirs, field), field
     assert theirs.grid > 0 and min(theirs.partials, theirs.flags) >= 0
 
@@ -288,7 +289,7 @@ def tables(draw):
 def test_the_launcher_chooses_what_python_chooses(fake, tmp_path_factory, table, data):
     """Over random tables: the same kernel, or neither has one."""
     entries, rows = table
-    content = {"format": 1, "arch": "sm_90a", "layout_version": 1}
+    content = {"format": MANIFEST_FORMAT, "arch": "sm_90a", "layout_version": 1}
     parsed = dispatch.parse_table({**content, "variants": entries, "dispatch": rows}, "folder", "")
     fake.launcher.add_table(parsed, 9, 0)
     for _ in range(10):

@@ -14,6 +14,7 @@ import emulator
 from generator.variant import Variant
 from marlin_cutlass import fuse_gate_up, gemm, pack_sparse, prune_2_4
 from marlin_cutlass.reference import swiglu
+from marlin_cutlass.sharding import interleave_pairs
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -23,7 +24,8 @@ def close(out, expected):
     one behind it."""
     unit = 2.0**-10 if expected.dtype == torch.float16 else 2.0**-7
     assert out.dtype == expected.dtype and out.shape == expected.shape
-    assert torch.allclose(out.float(), expected.float(), rtol=2 * unit, atol=1e-6)
+    # Below 2^-14 fp16 numbers are 2^-24 apart.
+    assert torch.allclose(out.float(), expected.float(), rtol=2 * unit, atol=2.0**-23)
 
 
 def projections(k=256, n=48, **kind):
@@ -32,10 +34,6 @@ def projections(k=256, n=48, **kind):
     up = weight(k, n, **kind)
     up.perm = gate.perm
     return gate, up
-
-
-def interleaved(gate, up):
-    return torch.stack((gate.view(-1, 2), up.view(-1, 2)), 1).flatten()
 
 
 # ---- the function ----
@@ -51,7 +49,7 @@ def test_two_projections_and_their_product_in_one_call(group_size, zeros, n):
     for dtype in DTYPES.values():
         a, biases = torch.randn(2, 3, 256).to(dtype), (torch.randn(n), torch.randn(n))
         parts = gemm(a, gate, biases[0]), gemm(a, up, biases[1])
-        out = gemm(a, both, interleaved(*biases), swiglu=True)
+        out = gemm(a, both, interleave_pairs(*biases), swiglu=True)
         assert torch.equal(out, functional.silu(parts[0]) * parts[1])
         empty = gemm(a[:0], both, swiglu=True)
         assert empty.shape == (0, 3, n) and empty.dtype == dtype
@@ -107,6 +105,24 @@ def test_what_does_not_fit_is_refused():
         fuse_gate_up(weight(256, 33), weight(256, 33))
     with pytest.raises(ValueError, match="cannot be fused: group_size differs"):
         fuse_gate_up(weight(256, 48, 64), weight(256, 48, 128))
+
+
+def test_under_autocast_the_result_has_its_dtype():
+    both = fuse_gate_up(*projections())
+    a = torch.randn(3, 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = gemm(a, both, swiglu=True)
+    assert torch.equal(out, gemm(a.bfloat16(), both, swiglu=True))
+
+
+def test_a_collective_kernel_is_followed_by_the_second_step(monkeypatch):
+    from marlin_cutlass import collective
+
+    product = torch.randn(3, 96).half()
+    monkeypatch.setattr(collective, "is_collective", lambda name: name == "collective")
+    monkeypatch.setattr(collective, "gemm", lambda *args: product)
+    out = gemm(torch.randn(3, 256).half(), weight(256, 96), kernel="collective", swiglu=True)
+    assert torch.equal(out, swiglu(product))
 
 
 def test_the_operator_passes_torchs_own_checks():

@@ -16,6 +16,7 @@ import marlin_cutlass as mc
 from generator.arch import ARCHS
 from generator.variant import Variant
 from marlin_cutlass import dispatch, jit, library
+from marlin_cutlass.manifest import MANIFEST_FORMAT
 
 ROOT = Path(__file__).resolve().parents[1]
 UNBUILT = "w4a16_hopper_f16_g128_m16_n128k128_w2x1_p6_dp_c2"
@@ -156,11 +157,12 @@ def test_folders_of_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("MARLIN_CUTLASS_BUILD", str(tmp_path / "build"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folders = jit.cache_folders("sm_86")
-    assert folders[0] == tmp_path / "build" / "jit" / "sm_86"
-    assert folders[-1] == tmp_path / "cache" / "marlin_cutlass" / "jit" / "sm_86"
+    version = f"v{MANIFEST_FORMAT}"
+    assert folders[0] == tmp_path / "build" / "jit" / version / "sm_86"
+    assert folders[-1] == tmp_path / "cache" / "marlin_cutlass" / "jit" / version / "sm_86"
     assert jit.writable_folder("sm_86") == folders[0]
     monkeypatch.setenv("MARLIN_CUTLASS_JIT_CACHE", str(tmp_path / "own"))
-    assert jit.cache_folders("sm_86") == [tmp_path / "own" / "sm_86"]
+    assert jit.cache_folders("sm_86") == [tmp_path / "own" / version / "sm_86"]
 
 
 def test_the_launcher_takes_it(nvcc, fake):

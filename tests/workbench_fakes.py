@@ -21,6 +21,7 @@ from generator.space import ALL, Entry
 from generator.variant import Geometry, Variant
 from marlin_cutlass.bench import copies_for
 from marlin_cutlass.explore_measure import DeviceInfo, Format
+from marlin_cutlass.manifest import MANIFEST_FORMAT
 
 H200 = DeviceInfo("NVIDIA H200", 132, (9, 0), 60 * 2**20, "580.0", "2.11.0")
 
@@ -62,7 +63,7 @@ def write_manifest(root: Path, tuning: Path | None = None) -> Path:
     arguments = (ARCHS[arch], [e.variant for e in entries], tuning or folder)
     rows = [build_table(*arguments, sparse=sparse).to_json() for sparse in (False, True)]
     manifest = {
-        "format": 1,
+        "format": MANIFEST_FORMAT,
         "arch": arch,
         "layout_version": 1,
         "variants": [variant_row(e, fake_record(e.variant.name)) for e in entries],

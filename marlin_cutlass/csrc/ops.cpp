@@ -410,8 +410,8 @@ void multiply(const Arguments& x, const Operand& a, const Operand& packed, const
   else launch_by_rows(call, chosen.index, chosen.rows_per_launch);
 }
 
-// What returns its result.
-void gemm_new(StableIValue* stack, uint64_t arguments, uint64_t outputs, bool swiglu) {
+// The operators that return their result; gemm_out writes into one.
+void gemm_returning(StableIValue* stack, uint64_t arguments, uint64_t outputs, bool swiglu) {
   check_schema(arguments, outputs, 10, 1);
   Arguments x = read_arguments(stack, false);
   x.swiglu = swiglu;
@@ -426,8 +426,8 @@ void gemm_new(StableIValue* stack, uint64_t arguments, uint64_t outputs, bool sw
 }
 
 // gemm and gemm_autograd.
-void gemm(StableIValue* stack, uint64_t arguments, uint64_t outputs) { gemm_new(stack, arguments, outputs, false); }
-void gemm_swiglu(StableIValue* stack, uint64_t arguments, uint64_t outputs) { gemm_new(stack, arguments, outputs, true); }
+void gemm(StableIValue* stack, uint64_t arguments, uint64_t outputs) { gemm_returning(stack, arguments, outputs, false); }
+void gemm_swiglu(StableIValue* stack, uint64_t arguments, uint64_t outputs) { gemm_returning(stack, arguments, outputs, true); }
 
 void gemm_out(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
   check_schema(arguments, outputs, 11, 0);

@@ -54,6 +54,7 @@ constexpr int64_t kSharedActivations = int64_t{32} << 20;  // see SHARED_ACTIVAT
 
 // Stream-K: passes in which every CTA takes a whole tile.
 inline int64_t whole_passes(const VariantFields& v, const Schedule& s) {
+  if (s.grid == 0) return 0;  // no rows
   const int64_t tiles = s.m_tiles * s.n_tiles, passes = tiles / s.grid, rest = tiles % s.grid;
   const int64_t activations = s.m_tiles * v.m_tile * s.k_steps * v.k_sm * 2;
   const bool many_sharers = rest > 0 && 3 * rest < s.grid && activations <= kSharedActivations;

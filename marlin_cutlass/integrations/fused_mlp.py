@@ -15,7 +15,7 @@ from torch.nn import functional
 from .. import ops
 from ..nn import QuantLinear
 from ..reference import swiglu
-from ..sharding import fuse_gate_up, why_not_fuse
+from ..sharding import fuse_gate_up, interleave_pairs, why_not_fuse
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 ACTIVATION = "act_fn"
@@ -51,34 +51,16 @@ class FusedMLP(nn.Module):
             raise ValueError("gate and up cannot be fused: bias present in 1 of 2")
         bias = None
         if gate.bias is not None:
-            bias = torch.stack((gate.bias.view(-1, 2), up.bias.view(-1, 2)), 1).flatten()
+            bias = interleave_pairs(gate.bias, up.bias)
         return cls(QuantLinear.from_packed(weight, bias), down)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> what `down` makes of [..., I], which has x's dtype (under autocast: the
         autocast dtype)."""
         layer = self.gate_up
-        if not isinstance(layer, QuantLinear):  # dequantised, or wrapped by an adapter
-            return self.down(swiglu(layer(x)))
-        kind = x.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):  # meta has no autocast state
-            x = x.to(torch.get_autocast_dtype(kind))
-        a = x.to(layer.dtype) if x.dtype == torch.float32 else x
-        needs_grad = torch.is_grad_enabled() and a.requires_grad
-        hidden = (ops.GEMM_AUTOGRAD if needs_grad else ops.GEMM_SWIGLU)(
-            a,
-            layer.packed,
-            layer.col_scale,
-            layer.bias,
-            layer.perm,
-            layer.out_features,
-            layer.in_features,
-            layer.group_size,
-            layer.has_zeros,
-        )
-        if needs_grad:
-            hidden = swiglu(hidden)
-        return self.down(hidden.to(x.dtype) if a is not x else hidden)
+        if isinstance(layer, QuantLinear):
+            return self.down(layer(x, swiglu=True))
+        return self.down(swiglu(layer(x)))  # wrapped, by an adapter
 
 
 def fuse_mlps(model: nn.Module) -> int:
@@ -91,18 +73,15 @@ def fuse_mlps(model: nn.Module) -> int:
     modules with hooks, which would be lost. `model` itself has no parent and is never replaced.
 
     For inference, after loading: keys of the state dict change (gate_proj.*, up_proj.* ->
-    gate_up.*, down_proj.* -> down.*), so save before; `save_pretrained` of a model that was loaded
-    by `hf` refuses afterwards. The originals are dropped one module at a time. Raises TypeError
-    unless model is a torch.nn.Module.
+    gate_up.*, down_proj.* -> down.*), so save before; `save_pretrained` and `dequantize` of a
+    model that was loaded by `hf` refuse afterwards. The originals are dropped one module at a time.
+    Raises TypeError unless model is a torch.nn.Module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     places = _places(model)
-    for names in places:
+    for names in reversed(places):  # one inside another's `down_proj` first
         _replace(model, names)
-    quantizer = getattr(model, "hf_quantizer", None)
-    if places and hasattr(quantizer, "mlps_fused"):
-        quantizer.mlps_fused = True  # save_pretrained refuses from now on
     return len(places)
 
 

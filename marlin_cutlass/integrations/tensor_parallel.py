@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from ..nn import QuantLinear
 from ..packed_weight import PackedWeight
 from ..sharding import fuse_columns, shard_range, shard_rows_in_order, slice_columns
+from .fused_mlp import FusedMLP
 
 COLUMN_NAMES = r"(^|\.)(q_proj|k_proj|v_proj|gate_proj|up_proj|w1|w3)$"
 ROW_NAMES = r"(^|\.)(o_proj|down_proj|w2)$"
@@ -187,9 +188,16 @@ def _resolve(placement: Placement, x: Tensor) -> Placement:
 def plan_for(
     model: nn.Module, column: str = COLUMN_NAMES, row: str = ROW_NAMES
 ) -> dict[str, ParallelStyle]:
-    """Styles for every QuantLinear whose name matches a regular expression; the rest stay whole."""
+    """Styles for every QuantLinear whose name matches a regular expression; the rest stay whole.
+
+    Raises ValueError for an MLP that `fuse_mlps` made, which would stay whole unnoticed.
+    """
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
+        if isinstance(module, FusedMLP):
+            raise ValueError(
+                f"{name} was fused by fuse_mlps: shard a model whose MLPs are not fused"
+            )
         if not isinstance(module, QuantLinear):
             continue
         if re.search(column, name):

@@ -9,7 +9,6 @@ are there, so that memory peaks at the checkpoint's own size and one layer.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -33,6 +32,7 @@ from ..layout import LAYOUT_VERSION
 from ..nn import QuantLinear
 from ..safetensors_stream import TensorInfo, read_header
 from .experts import LoopedExperts, is_fused_experts
+from .fused_mlp import FusedMLP
 
 # Where foreign layers are repacked; None: where Transformers has put them.
 REPACK_DEVICE: ContextVar[torch.device | None] = ContextVar("repack_device", default=None)
@@ -162,11 +162,19 @@ class Names:
         raise ValueError(f"{layer} is quantised in the checkpoint, and the model has no such layer")
 
 
+def _refuse_fused(model: nn.Module, call: str) -> None:
+    fused = [name for name, module in model.named_modules() if isinstance(module, FusedMLP)]
+    if fused:
+        raise ValueError(
+            f"{call}: {len(fused)} MLPs were fused by fuse_mlps ({fused[0]}, ...), and a model "
+            f"does not load under their names: call {call} before fuse_mlps"
+        )
+
+
 class MarlinCutlassHfQuantizer(HfQuantizer):
     """Puts empty layers into the model before loading, and repacks foreign ones afterwards."""
 
     requires_calibration = True  # models are quantised elsewhere: only pre-quantised ones load
-    mlps_fused = False  # fuse_mlps sets it
     quantization_config: MarlinCutlassConfig
 
     def __init__(self, quantization_config: MarlinCutlassConfig, **kwargs: Any) -> None:
@@ -264,7 +272,9 @@ class MarlinCutlassHfQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        """Dense `nn.Linear` layers with the values that the kernels multiply by."""
+        """Dense `nn.Linear` layers with the values that the kernels multiply by. Raises ValueError
+        for MLPs that are fused, whose columns no dense model expects."""
+        _refuse_fused(model, "dequantize")
         for path, module in list(model.named_modules()):
             if not isinstance(module, QuantLinear):
                 continue
@@ -277,16 +287,13 @@ class MarlinCutlassHfQuantizer(HfQuantizer):
             model.set_submodule(path, linear)
         return model
 
-
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Not behind `fuse_mlps`: save_pretrained refuses."""
-        if self.mlps_fused:
-            warnings.warn(
-                "fuse_mlps has renamed layers, and a folder saved now would not load: call "
-                "save_pretrained before it",
-                stacklevel=2,
-            )
-        return not self.mlps_fused
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module):
+        """As every quantizer's. Raises ValueError for what a folder could not give back."""
+        _refuse_fused(model, "save_pretrained")
+        return super().get_state_dict_and_metadata(model)
 
     @property
     def is_trainable(self) -> bool:

@@ -74,7 +74,8 @@ def test_extreme_gates_give_what_torch_gives(dtype):
     out = mc.gemm(a, w, bias, swiglu=True)
     expected = torch.nn.functional.silu(gates.to(dtype)) * ups.to(dtype)
     unit = 2.0**-10 if dtype == torch.float16 else 2.0**-7
-    # exp(88) is infinite in the kernel's quotient, so that silu(-88), 5e-37, is nothing in bf16.
+    # 1 + exp(88) exceeds 2^126, where the kernel's quotient is zero: silu(-88), -5e-37, is lost in
+    # bf16.
     assert torch.allclose(
         out.float(), expected.expand(3, -1).float(), rtol=2 * unit, atol=1e-6, equal_nan=True
     )

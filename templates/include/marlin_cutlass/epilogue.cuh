@@ -53,11 +53,12 @@ MC_DEVICE void store_elements(const GemmParams& p, uint16_t* out, int column, U3
     if (column + i < p.n) st_global_u16(out + i, e[i]);
 }
 
-// silu(gate) * up of two columns. Each step is rounded, as where a kernel of its own reads C.
+// Below -87 it is zero: the quotient's divisor exceeds 2^126 there.
+MC_DEVICE float silu(float x) { return approximate_quotient(x, 1.f + approximate_exp(-x)); }
+// silu(gate) * up of two columns, each step rounded as where a kernel of its own reads C.
 template <class E> MC_DEVICE uint32_t swiglu2(U32x2 gate_up) {
   const F32x2 gate = unpack2<E>(gate_up.x);
-  const float low = approximate_quotient(gate.x, 1.f + approximate_exp(-gate.x)), high = approximate_quotient(gate.y, 1.f + approximate_exp(-gate.y));
-  return mul2<E>(pack2<E>(low, high), gate_up.y);
+  return mul2<E>(pack2<E>(silu(gate.x), silu(gate.y)), gate_up.y);
 }
 
 // Atoms of consecutive groups of 8 rows, from row0 on; rows before `first` are not stored. What the atoms share is computed once.

@@ -21,7 +21,7 @@ struct GemmParams {
   int32_t m_tiles, n_tiles; // tiles of C (n: as wide as a cluster that shares activations)
   int32_t k_steps;          // pipeline stages that cover k
   int32_t raster;           // m-tiles per group of the tile order, >= 1
-  int32_t vector_store;     // 1 if C takes aligned 8-byte stores and not swiglu, asked first: it is the common case
+  int32_t vector_store;     // 1: aligned 8-byte stores; 0 with swiglu. Kernels ask this first, as the common case
   int32_t swiglu;           // 0 or 1; C takes aligned 4-byte stores then
   // Hybrid decomposition (tile_order.cuh); set_hybrid_partition fills them, others leave zero.
   int32_t full_passes;      // passes in which every block slot of every CTA holds a whole column block
@@ -29,7 +29,8 @@ struct GemmParams {
   int32_t left_over;        // blocks cut along k in that pass
   int32_t share_each;       // k steps of a cluster's share; the first share_more clusters take one more
   int32_t share_more;
-  int32_t whole_passes;     // stream-K: passes in which every CTA takes a whole tile; the tiles behind those are cut into equal ranges of k steps
+  // Stream-K, zero elsewhere: passes in which every CTA takes a whole tile; the tiles behind those are cut into equal ranges of k steps.
+  int32_t whole_passes;
 };
 
 // Cuts n_blocks columns and k_steps over `grid` CTAs of `slots` block slots each. CTAs of a cluster that share activations (`multicast` of them)

@@ -33,6 +33,7 @@ template <class T> MC_DEVICE void forget(T*& x) { asm volatile("" : "+l"(x)); }
 template <> MC_DEVICE void forget(int64_t& x) { asm volatile("" : "+l"(x)); }
 // a / b to some 2^-22, for |b| from 2^-126 to 2^126.
 MC_DEVICE float approximate_quotient(float a, float b) { return __fdividef(a, b); }
+// exp(x) to some 2 + |x| units in the last place; infinity beyond 88.7.
 MC_DEVICE float approximate_exp(float x) { return __expf(x); }
 MC_DEVICE void block_sync() { __syncthreads(); }
 MC_DEVICE void warp_sync() { __syncwarp(); }

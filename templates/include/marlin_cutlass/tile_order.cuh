@@ -37,7 +37,8 @@ MC_DEVICE int range_begin(int total, int cta, int ctas) {
 MC_DEVICE int whole_tiles(const GemmParams& p) { return p.whole_passes * static_cast<int>(grid_size()); }
 MC_DEVICE int range_units(const GemmParams& p) { return (p.m_tiles * p.n_tiles - whole_tiles(p)) * p.k_steps; }
 
-// The segments of this CTA, in order. Stream-K: its range, then its whole tiles. (The range first: its sum can wait for other CTAs.)
+// The segments of this CTA, in order. Stream-K: its range, then its whole tiles: partial sums are handed over early, and nobody waits for one behind
+// another CTA's whole tiles.
 template <Decomposition kDecomposition, int kSplit, int kMulticast = 1> struct WorkLoop {
   MC_DEVICE WorkLoop(const GemmParams& p, int cta, int rank) : p_(p), k_steps_(p.k_steps) {
     const int tiles = p.m_tiles * p.n_tiles;
@@ -81,7 +82,8 @@ template <Decomposition kDecomposition, int kSplit, int kMulticast = 1> struct W
   }
 
  private:
-  static constexpr bool kWholeTiles = kDecomposition == Decomposition::kStreamK, kRanges = kWholeTiles || kDecomposition == Decomposition::kStriped;
+  static constexpr bool kWholeTiles = kDecomposition == Decomposition::kStreamK;
+  static constexpr bool kRanges = kWholeTiles || kDecomposition == Decomposition::kStriped;
   const GemmParams& p_;
   int k_steps_, position_ = 0, end_ = 0, k_begin_ = 0, k_end_ = 0;
 };
