@@ -219,8 +219,8 @@ def test_beyond_the_most_rows_measured_only_what_was_timed_there_is_asked(tmp_pa
     )
     assert found[0].m.lo == 2049 and found[-1].m.hi is None
     assert all(a.m.hi + 1 == b.m.lo for a, b in itertools.pairwise(found))
-    by_m = {m: next(r.geometry for r in found if m in r.m) for m in (2305, 4096, 8192)}
-    assert by_m == {2305: small, 4096: large, 8192: large}
+    by_m = {m: next(r.geometry for r in found if m in r.m) for m in (2305, 4096, 6145, 20000)}
+    assert by_m == {2305: small, 4096: large, 6145: small, 20000: large}
     assert all(r.source == "measured A10 2026-11-29 at m=2048, beyond it the model" for r in found)
 
 
