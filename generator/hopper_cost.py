@@ -129,7 +129,8 @@ class HopperModel:
     def _stream_k(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
         v, tiles = self.v, self._tiles(blocks, m_tiles)
         grid = min(self.sms, tiles * k_steps)
-        cut = tiles - grid * (passes := whole_passes(v, m_tiles, tiles // m_tiles, k_steps, grid))
+        passes = whole_passes(v, m_tiles, tiles // m_tiles, k_steps, grid)
+        cut = tiles - passes * grid
         adding = RANGES_PER_VALUE * v.m_tile * v.n_sm * max(1.0, grid / cut) if cut else 0.0
         near = min(m_tiles, RASTER) * v.m_tile * k_steps * v.k_sm * 2  # bytes of activations
         steps = cut / grid * (1 + RANGES_APART * max(0.0, near / APART_BYTES - 1))

@@ -245,7 +245,7 @@ N_STEPS_HOPPER = (
 )
 K_STEPS = (1024, 2048, 4096, 8192)
 K_STEPS_HOPPER = (*range(1024, 3073, 512), 4096, 5120, 6144, 8192, 11264, 14336, 20480)
-BEYOND = {"m": 4096, "n": 57344, "k": 28672}  # what stands for everything larger
+BEYOND = {"n": 57344, "k": 28672}  # what stands for everything larger
 TOLERANCE = 1.01  # a cell takes its neighbour's geometry if that costs at most this much more
 
 
@@ -269,7 +269,7 @@ def model_rows(
         n_steps = tuple(sorted({*N_STEPS_HOPPER, *waves}))
         m_steps, k_steps = M_STEPS_HOPPER, K_STEPS_HOPPER
     columns = []  # per m: choices over (n, k)
-    for m_range, m in _cells(m_steps, max(BEYOND["m"], 2 * m_steps[-1]), 0):
+    for m_range, m in _cells(m_steps, 2 * m_steps[-1], 0):
         # Row tiles much too tall or too flat are never the choice: leaving them out saves time.
         low, high = min(m, 2048) / 20, 4 * max(m, 8)
         near = [v for v in variants if low <= v.m_tile <= high] or variants

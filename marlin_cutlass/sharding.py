@@ -179,11 +179,15 @@ def why_not_fuse(weights: Sequence[PackedWeight]) -> str | None:
     return None
 
 
-def fuse_columns(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """One weight with the columns of all (q, k, v; gate, up), bit for bit, or ValueError."""
+def _check_fusable(weights: Sequence[PackedWeight]) -> None:
     reason = why_not_fuse(weights)
     if reason:
         raise ValueError(f"these weights cannot be fused: {reason}")
+
+
+def fuse_columns(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """One weight with the columns of all (q, k, v; gate, up), bit for bit, or ValueError."""
+    _check_fusable(weights)
     first = weights[0]
     col_scale = torch.cat([w.col_scale[: w.n] for w in weights])
     if all(w.n % BLOCK_COLUMNS == 0 for w in weights[:-1]):
@@ -201,8 +205,7 @@ def fuse_columns(weights: Sequence[PackedWeight]) -> PackedWeight:
 def interleave_pairs(gate: Tensor, up: Tensor) -> Tensor:
     """[..., I] and [..., I], I even -> [..., 2 I]: two columns of the gate, the same two of up, the
     next two of the gate."""
-    pairs = (x.unflatten(-1, (-1, 2)) for x in (gate, up))
-    return torch.stack(tuple(pairs), -2).flatten(-3)
+    return torch.stack([x.unflatten(-1, (-1, 2)) for x in (gate, up)], -2).flatten(-3)
 
 
 def fuse_gate_up(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
@@ -214,12 +217,10 @@ def fuse_gate_up(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     """
     if gate.n != up.n or gate.n % 2:
         raise ValueError(f"gate has N={gate.n} and up N={up.n}: they must be equal and even")
-    both = fuse_columns([gate, up])
-    parts = _parts(both)
-
-    def interleaved(x: Tensor) -> Tensor:
-        return interleave_pairs(*x.chunk(2, -1))
-
-    zeros = None if parts.zeros is None else interleaved(parts.zeros)
-    mixed = Unpacked(interleaved(parts.codes), interleaved(parts.scales), zeros)
-    return _rebuild(both, mixed, interleaved(both.col_scale[: both.n]), both.perm)
+    _check_fusable((gate, up))
+    ours, theirs = _parts(gate), _parts(up)
+    zeros = None if ours.zeros is None else interleave_pairs(ours.zeros, theirs.zeros)
+    codes = interleave_pairs(ours.codes, theirs.codes)
+    mixed = Unpacked(codes, interleave_pairs(ours.scales, theirs.scales), zeros)
+    col_scale = interleave_pairs(gate.col_scale[: gate.n], up.col_scale[: up.n])
+    return _rebuild(gate, mixed, col_scale, gate.perm)

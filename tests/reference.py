@@ -156,3 +156,13 @@ def check(out, a, w, bias=None, *, dtype: str | None = None) -> None:
     bias = bias if bias is None or isinstance(bias, np.ndarray) else to_numpy(bias)
     found = complaints(*arrays, bias, dtype=dtype)
     assert not found, "; ".join(found)
+
+
+def check_swiglu(out, expected) -> None:
+    """silu(gate) * up of a kernel against the two steps in torch, two roundings apart at most: silu
+    comes from an approximate exponential."""
+    unit = 2.0**-10 if str(expected.dtype) == "torch.float16" else 2.0**-7
+    assert out.shape == expected.shape and out.dtype == expected.dtype
+    # Below 2^-14 fp16 numbers are 2^-24 apart.
+    limits = {"rtol": 2 * unit, "atol": 2.0**-23, "equal_nan": False}
+    np.testing.assert_allclose(to_numpy(out), to_numpy(expected), **limits)

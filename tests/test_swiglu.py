@@ -6,26 +6,19 @@ from __future__ import annotations
 import pytest
 import runtime_cases
 import torch
+from emulator_cases import make_case
+from reference import check_swiglu
 from runtime_cases import SHAPES, weight
-from test_emulator_variants import AMPERE, HOPPER, seed_of
+from test_emulator_variants import AMPERE, HOPPER, declared, seed_of
+from test_sparse import scales_for, sparse_codes
 from torch.nn import functional
 
-import emulator
 from generator.variant import Variant
-from marlin_cutlass import fuse_gate_up, gemm, pack_sparse, prune_2_4
+from marlin_cutlass import fuse_gate_up, gemm, pack_sparse
 from marlin_cutlass.reference import swiglu
 from marlin_cutlass.sharding import interleave_pairs
 
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
-
-
-def close(out, expected):
-    """Up to the rounding of silu(gate), which is computed from an approximate exponential, and the
-    one behind it."""
-    unit = 2.0**-10 if expected.dtype == torch.float16 else 2.0**-7
-    assert out.dtype == expected.dtype and out.shape == expected.shape
-    # Below 2^-14 fp16 numbers are 2^-24 apart.
-    assert torch.allclose(out.float(), expected.float(), rtol=2 * unit, atol=2.0**-23)
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 def projections(k=256, n=48, **kind):
@@ -46,7 +39,7 @@ def test_two_projections_and_their_product_in_one_call(group_size, zeros, n):
     gate, up = projections(n=n, group_size=group_size, zeros=zeros, act_order=group_size == 128)
     both = fuse_gate_up(gate, up)
     assert both.shape == (256, 2 * n)
-    for dtype in DTYPES.values():
+    for dtype in DTYPES:
         a, biases = torch.randn(2, 3, 256).to(dtype), (torch.randn(n), torch.randn(n))
         parts = gemm(a, gate, biases[0]), gemm(a, up, biases[1])
         out = gemm(a, both, interleave_pairs(*biases), swiglu=True)
@@ -56,13 +49,8 @@ def test_two_projections_and_their_product_in_one_call(group_size, zeros, n):
 
 
 def test_sparse_projections_fuse():
-    parts = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        codes = torch.randint(0, 16, (256, 64), dtype=torch.uint8)
-        kept = prune_2_4(torch.rand(64, 256)).t() != 0
-        codes = torch.where(kept, codes, 8)
-        parts.append(pack_sparse(codes, torch.rand(2, 64).half() * 0.1, group_size=128))
+    codes, scales = (sparse_codes(256, 64, seed) for seed in (1, 2)), scales_for(256, 64, 128)
+    parts = [pack_sparse(q, scales, group_size=128) for q in codes]
     a = torch.randn(5, 256).half()
     expected = functional.silu(gemm(a, parts[0])) * gemm(a, parts[1])
     assert torch.equal(gemm(a, fuse_gate_up(*parts), swiglu=True), expected)
@@ -88,7 +76,7 @@ def test_it_is_what_batch_invariance_promises(batch_invariant):
     both = fuse_gate_up(*projections())
     a = torch.randn(9, 256).half()
     whole = gemm(a, both, batch_invariant=batch_invariant, swiglu=True)
-    close(whole[3:4], gemm(a[3:4], both, batch_invariant=batch_invariant, swiglu=True))
+    check_swiglu(whole[3:4], gemm(a[3:4], both, batch_invariant=batch_invariant, swiglu=True))
     if batch_invariant:
         assert torch.equal(whole[3:4], gemm(a[3:4], both, batch_invariant=True, swiglu=True))
 
@@ -151,8 +139,8 @@ def test_a_launch_stores_half_of_the_columns(fake, kernels, shape):
     for n, m in ((96, 5), (4, 1), (260, 3)):
         both, bias = weight(256, n), torch.randn(n)
         a = torch.randn(m, 256).half()
-        close(launched(a, both, bias), swiglu(runtime_cases.gemm(a, both, bias)))
-        launched(a, both, bias)
+        plain = runtime_cases.gemm(a, both, bias)
+        check_swiglu(launched(a, both, bias), swiglu(plain))
         assert (fake.record.n, fake.record.ldc) == (n, n // 2)
     with pytest.raises(ValueError, match="N=98 must be a multiple of 4 for swiglu"):
         launched(torch.randn(1, 256).half(), weight(256, 98))
@@ -163,43 +151,25 @@ def test_rows_in_several_launches_lie_behind_each_other(fake, kernels):
     both, a = weight(256, 96), torch.randn(150, 256).half()
     out = launched(a, both, variant=-2)
     assert fake.record.launches > 1
-    close(out, swiglu(runtime_cases.gemm(a, both, variant=-2)))
+    check_swiglu(out, swiglu(runtime_cases.gemm(a, both, variant=-2)))
 
 
 # ---- the kernels ----
 
 
-def sparse_names():
-    from generator.arch import ARCHS
-    from generator.space import default_space
-
-    arch = ARCHS["sm_90a"]
-    families = [f for f in arch.families if "sparse" in f]
-    return [e.variant.name for f in families for e in default_space(arch, (f,))]
+# A format or two each: the store is the same code in all.
+NAMES = [name for name in AMPERE + HOPPER if "_f16_g128_" in name or "_bf16z_g64_" in name]
+SPARSE = declared("sparse") + declared("hopper_sparse")
 
 
-# One format each: the store is the same code in all.
-NAMES = [name for name in AMPERE + HOPPER if "_f16_g128_" in name or "_bf16_g64z_" in name]
-
-
-@pytest.mark.parametrize("name", NAMES + sparse_names()[::3])
+@pytest.mark.parametrize("name", NAMES + SPARSE[::3])
 def test_every_geometry_stores_what_the_two_steps_give(name):
     variant = Variant.parse(name)
-    m, n, k = variant.m_tile // 2 + 3, variant.n_sm + 20, 256
-    torch.manual_seed(seed_of(name))
-    if variant.sparse:
-        codes = torch.where(prune_2_4(torch.rand(n, k)).t() != 0, torch.randint(0, 16, (k, n)), 8)
-        scales = torch.rand(k // variant.group_size if variant.group_size > 0 else 1, n).half()
-        w = pack_sparse(codes.to(torch.uint8), scales * 0.1, group_size=variant.group_size)
-    else:
-        w = weight(k, n, variant.group_size, variant.zeros)
-    a = (torch.randn(m, k) / 4).to(DTYPES[variant.dtype])
-    bias = torch.randn(n)
-    options = {"sms": 3, "seed": seed_of(name)}
-    plain = emulator.gemm(a, w, name, bias, **options).c
+    n, seed = variant.n_sm + 20, seed_of(name)
+    case = make_case(variant, variant.m_tile // 2 + 3, n, 256, seed)
+    plain = case.run(sms=3, seed=seed).c
+    assert plain.isfinite().all()
     # C as the launcher allocates it, and rows further apart: aligned to four bytes, no more.
     for ldc, offset in ((None, 0), (n // 2 + 6, 4)):
-        close(
-            emulator.gemm(a, w, name, bias, swiglu=True, ldc=ldc, c_offset=offset, **options).c,
-            swiglu(plain),
-        )
+        options = {"ldc": ldc, "c_offset": offset, "sms": 3, "seed": seed}
+        check_swiglu(case.run(swiglu=True, **options).c, swiglu(plain))
