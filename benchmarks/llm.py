@@ -3,6 +3,7 @@
     python benchmarks/llm.py                                          # all models, batches 1..128
     python benchmarks/llm.py --models llama2-7b --batches 1,16,64 --budget 240
     python benchmarks/llm.py --models llama3-70b-half --gpus 2        # tensor parallel
+    python benchmarks/llm.py --models llama2-7b --pin                 # kernels by what a step takes
     python benchmarks/llm.py --models llama2-7b --pdl off --profile   # where the time goes
     python benchmarks/llm.py --replot results/llm.json                # tables and plot, no GPU
 
@@ -31,7 +32,7 @@ from benchmarks.llm_model import Decoder, Model, Shard, swiglu
 from benchmarks.llm_parallel import launch, make_reduce
 from benchmarks.llm_profile import profile
 from benchmarks.llm_tables import Cell, LlmReport, plot, print_tables
-from marlin_cutlass import reference
+from marlin_cutlass import pin_kernels, reference
 from marlin_cutlass.bench import Budget, environment
 
 TOKENS_IN = TOKENS_OUT = 64
@@ -171,6 +172,34 @@ def measure(model: Model, batch: int, options: dict[str, Any]):
     return statistics.median(prefill), statistics.median(decode), shares
 
 
+@torch.no_grad()
+def pin(model: Model, batch: int, tokens: tuple[int, int]) -> list[str]:
+    """Pins kernels by what a decode step of `batch` sequences takes; says which."""
+    device, total = model.start.device, sum(tokens)
+    prompt = torch.randint(0, model.config.vocab_size, (batch, tokens[0]), device=device)
+
+    def seconds() -> float:
+        decoder = Decoder(model, batch, total + 8)
+        decoder.prefill(prompt)
+        decoder.capture()
+        times = []
+        while len(times) < 3:
+            decoder.prefill(prompt)
+            now = clock(device)
+            start = now()
+            decoder.decode(tokens[1] - 1)
+            times.append(now() - start)
+        return min(times[1:]) / 1e3  # the first one warms up
+
+    return [
+        f"{p.out_features} x {p.in_features}: {p.kernel}, a step"
+        f" {p.table_seconds / (tokens[1] - 1) * 1e3:.3f} ->"
+        f" {p.seconds / (tokens[1] - 1) * 1e3:.3f} ms"
+        for p in pin_kernels(model, batch, seconds)
+        if p.kernel
+    ]
+
+
 def free() -> None:
     """Give back the memory of a model that nothing refers to any more."""
     gc.collect()
@@ -206,6 +235,8 @@ def run_model(
         cell.linear_bytes, cell.weight_bytes = model.linear_bytes(), model.weight_bytes()
         cell.read_bytes = cell.linear_bytes + model.head.nbytes
         try:
+            if options.get("pin") and kind == "int4" and device.type == "cuda":
+                cell.pins = pin(model, batch, options["tokens"])
             cell.prefill_ms, cell.decode_ms, cell.profile = measure(model, batch, options)
         except Exception as error:
             cell.status = f"{type(error).__name__}: {str(error)[:300]}"
@@ -238,6 +269,7 @@ def run(rank: int, world: int, options: dict[str, Any]) -> None:
         "all_reduce": how,
         "pdl": llm_kernels.pdl_text(),
         "prefill": "graph" if graph else "eager",
+        "kernels": "pinned by a step" if options.get("pin") else "the table's",
     }
     budget, shard = Budget(options["budget"]), Shard(rank, world, reduce)
     console = Console(width=None if sys.stdout.isatty() else 160, quiet=rank != 0)
@@ -285,6 +317,9 @@ def main(
         str, typer.Option(help="when small kernels let the next start: early, late, off; auto")
     ] = "auto",
     prefill_graph: Annotated[bool, typer.Option(help="prefill as a CUDA graph")] = True,
+    pin_step: Annotated[
+        bool, typer.Option("--pin", help="INT4: kernels by what a step takes (pin_kernels)")
+    ] = False,
     profile: Annotated[
         bool, typer.Option(help="a step by kind of kernel; may slow later cells down")
     ] = False,
@@ -323,6 +358,7 @@ def main(
         "all_reduce": all_reduce,
         "pdl": pdl,
         "prefill_graph": prefill_graph,
+        "pin": pin_step,
         "profile": profile,
     }
     launch(run, gpus, options)

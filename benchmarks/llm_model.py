@@ -141,7 +141,7 @@ def swiglu(gate_up: nn.Module, x: Tensor) -> Tensor:
     interleaved (`fuse_gate_up`), and its kernel stores that."""
     if isinstance(gate_up, DenseLinear):
         return kernels.silu_mul(gate_up(x))
-    return gemm(x, gate_up.weight_packed, swiglu=True)
+    return gate_up(x, swiglu=True)
 
 
 class Layer(nn.Module):

@@ -41,6 +41,7 @@ class Cell:
     peak_bytes: int = 0
     cosine: float | None = None
     profile: dict[str, Any] | None = None  # of a decode step, as llm_profile.shares
+    pins: list[str] | None = None  # kernels pinned by what a step takes, and what that gained
     status: str = "ok"
 
     @property

@@ -17,42 +17,42 @@ from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
 from generator.schedule import RASTER, whole_passes
 from generator.variant import Variant
 
-START_US = 2.04  # gap between kernels and first data
-OVERLAP_LOSS = 0.107  # share of the shorter of (memory, compute) that does not hide
-STREAM_EFFICIENCY = 1.17  # of the measured bandwidth, inside the main loop
+START_US = 2  # gap between kernels and first data
+OVERLAP_LOSS = 0.073  # share of the shorter of (memory, compute) that does not hide
+STREAM_EFFICIENCY = 1.13  # of the measured bandwidth, inside the main loop
 # Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile. Nominal
 # clock: under load it is lower, which is in the figures.
 PIECE_CYCLES = {
-    8: 85.95,
-    16: 94.88,
+    8: 91.95,
+    16: 105.4,
     24: 102.9,
-    32: 112,
-    48: 144.5,
-    64: 164.1,
-    96: 224.3,
-    128: 300.5,
-    192: 458.8,
-    256: 609.2,
+    32: 122,
+    48: 160.9,
+    64: 178.7,
+    96: 192.9,
+    128: 257.8,
+    192: 375.9,
+    256: 498,
 }
-L2_BYTES_PER_CLOCK = 50.1  # into one SM: weights, and activations once per tile of columns
+L2_BYTES_PER_CLOCK = 49.1  # into one SM: weights, and activations once per tile of columns
 PIECE_WEIGHT_BYTES = 2112
 # One, two, three warpgroups at work hide less latency: with row tiles below 96, and from 96 on.
-FEW_WARPGROUPS = ((1.33, 1.08, 1.03), (1.19, 0.994, 0.97))
-ONE_BLOCK = {96: 1.1, 128: 1.03}  # where a warpgroup has one block of columns, by m_tile
-K_GROUPS = {1: 1.0, 2: 1.08, 4: 1.23}  # warpgroups along K take stages in turn
-RAW_CODES = 0.994  # few rows: codes are multiplied as they lie
+FEW_WARPGROUPS = ((1.36, 1.01, 1.01), (1.35, 1.24, 1.18))
+ONE_BLOCK = {96: 1.02, 128: 0.981}  # where a warpgroup has one block of columns, by m_tile
+K_GROUPS = {1: 1.0, 2: 1.01, 4: 1.15}  # warpgroups along K take stages in turn
+RAW_CODES = 0.995  # few rows: codes are multiplied as they lie
 # Ranges of stream-K are at different k steps, so that each reads its activations from memory where
 # those of neighbouring row tiles exceed what L2 keeps: per so many bytes beyond the first.
-RANGES_APART, APART_BYTES = 0.105, 16 << 20
-MULTICAST_ROWS, MULTICAST = 128, 0.944  # activations loaded once for two CTAs: less power
-CLUSTER_US = 0.574  # sum over a cluster
-RANGES_US, RANGES_PER_VALUE = 3.21, 3.57e-05  # stream-K: partial tiles through L2, for each sharer
-HYBRID_US, HYBRID_ROWS = 2.58, 0.106  # the second: share of time lost with several row tiles
+RANGES_APART, APART_BYTES = 0.0682, 16 << 20
+MULTICAST_ROWS, MULTICAST = 128, 0.974  # activations loaded once for two CTAs: less power
+CLUSTER_US = 0.612  # sum over a cluster
+RANGES_US, RANGES_PER_VALUE = 2.65, 3.82e-05  # stream-K: partial tiles through L2, for each sharer
+HYBRID_US, HYBRID_ROWS = 2.16, 0.0753  # the second: share of time lost with several row tiles
 # Sum over the CTAs that share a block of a hybrid pass, and the part of the time in which whole
 # blocks run on beside it that hides it.
-SHARES_US, SHARES_PER_ROW_AND_SHARER, SHARES_HIDDEN = 1.22, 0.00359, 0.65
-ROUND_US = 0.881  # each further tile of a CTA: drain and restart
-TILE_US_PER_VALUE = 2.61e-05  # epilogue
+SHARES_US, SHARES_PER_ROW_AND_SHARER, SHARES_HIDDEN = 1.56, 0.00408, 0.451
+ROUND_US = 0.98  # each further tile of a CTA: drain and restart
+TILE_US_PER_VALUE = 1.67e-05  # epilogue
 CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
 # Sparse: a piece is 64 x 128, with as many codes and as many instructions of the same length, each
 # over twice as many activations, and the places of the kept values. Fitted to 250 timings of twelve
@@ -127,15 +127,16 @@ class HopperModel:
         return cycles, rounds, rounds * CLUSTER_US
 
     def _stream_k(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
-        v, tiles = self.v, self._tiles(blocks, m_tiles)
-        grid = min(self.sms, tiles * k_steps)
-        passes = whole_passes(v, m_tiles, tiles // m_tiles, k_steps, grid)
-        cut = tiles - passes * grid
-        adding = RANGES_PER_VALUE * v.m_tile * v.n_sm * max(1.0, grid / cut) if cut else 0.0
+        v, n_tiles = self.v, ceil_div(blocks, self.slots * self.v.multicast)
+        tiles = m_tiles * n_tiles
+        workers = min(self.sms // v.multicast, tiles * k_steps)
+        passes = whole_passes(v, m_tiles, n_tiles, k_steps, workers)
+        cut = tiles - passes * workers
+        adding = RANGES_PER_VALUE * v.m_tile * v.n_sm * max(1.0, workers / cut) if cut else 0.0
         near = min(m_tiles, RASTER) * v.m_tile * k_steps * v.k_sm * 2  # bytes of activations
-        steps = cut / grid * (1 + RANGES_APART * max(0.0, near / APART_BYTES - 1))
+        steps = cut / workers * (1 + RANGES_APART * max(0.0, near / APART_BYTES - 1))
         cycles = (passes + steps) * self._tile_cycles(k_steps)
-        return cycles, max(1.0, tiles / self.sms), RANGES_US + adding if cut else 0.0
+        return cycles, max(1.0, tiles / workers), RANGES_US + adding if cut else 0.0
 
     def _hybrid(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
         v, slots = self.v, self.slots

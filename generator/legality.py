@@ -16,8 +16,8 @@ M_TILES = {
     "sparse": (8, 16, 32, 48, 64, 128),
 }
 K_SMS = {"ampere": (128, 256, 512), "hopper": (128, 256, 512), "sparse": (128, 256, 512)}
-N_SMS = (64, 128, 256)
-WARPS_N = {"ampere": (1, 2, 4, 8), "hopper": (1, 2, 4), "sparse": (1, 2, 4, 8)}
+N_SMS = (64, 128, 192, 256)
+WARPS_N = {"ampere": (1, 2, 4, 8), "hopper": (1, 2, 3, 4), "sparse": (1, 2, 4, 8)}
 WARPS_K = {"ampere": (1, 2, 4, 8), "hopper": (1, 2, 4), "sparse": (1, 2, 4, 8)}
 MIN_STAGES, MAX_STAGES = 2, 16
 
@@ -136,8 +136,8 @@ def _decomposition(v: Variant, arch: Arch) -> Iterator[str]:
 
 
 def _multicast(v: Variant) -> Iterator[str]:
-    if not v.hopper or v.decomposition not in ("data_parallel", "hybrid"):
-        yield f"multicast={v.multicast} needs family=hopper and data_parallel or hybrid"
+    if not v.hopper or v.decomposition == "split_k":
+        yield f"multicast={v.multicast} needs family=hopper and another decomposition than split_k"
     if v.k_sm // 64 % v.multicast:
         yield f"k_sm={v.k_sm} does not divide by 64 x multicast={v.multicast}"
 

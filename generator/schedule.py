@@ -19,10 +19,10 @@ MAX_UNITS = 2**31 - 1  # kernels count tiles x k steps in int32
 # of 256 columns read about as many bytes of activations as of weights, which is where a wave's
 # traffic from L2 is smallest.
 RASTER = 8
-# Stream-K cuts what is left behind whole passes of tiles, or that and one pass more where each of
-# few tiles would otherwise have more than three sharers, whose sums one CTA adds. But CTAs in
-# ranges are at different k steps: where the activations exceed this many bytes, about half of the
-# L2 cache, each would read them from memory. H200, 2026-11-30: docs/performance.md.
+# Stream-K cuts what is left behind whole passes of tiles, and one pass more: a range is then as
+# long as a tile or longer, so that most partial sums are there before anybody needs them. But CTAs
+# in ranges are at different k steps: where the activations exceed this many bytes, about half of
+# the L2 cache, each would read them from memory. H200, 2026-11-30: docs/performance.md.
 SHARED_ACTIVATIONS = 32 << 20
 
 
@@ -62,6 +62,11 @@ class Schedule:
     whole_passes: int = 0  # stream-K: passes in which every CTA takes a whole tile
 
     @property
+    def workers(self) -> int:
+        """Stream-K: CTAs, or clusters of those that share activations; each takes a range."""
+        return self.grid // self.multicast
+
+    @property
     def tiles(self) -> int:
         return self.m_tiles * self.n_tiles
 
@@ -98,7 +103,7 @@ def make_schedule(problem: ProblemShape, variant: Variant, sms: int) -> Schedule
         hybrid = hybrid_partition(problem.n_blocks, k_steps, grid, variant)
     whole = 0
     if variant.decomposition == "stream_k" and grid > 0:
-        whole = whole_passes(variant, m_tiles, n_tiles, k_steps, grid)
+        whole = whole_passes(variant, m_tiles, n_tiles, k_steps, grid // variant.multicast)
     partials, flags = _workspace(variant, grid, m_tiles, hybrid)
     return Schedule(
         m_tiles=m_tiles,
@@ -127,11 +132,11 @@ def _grid(variant: Variant, tiles: int, k_steps: int, slots: int) -> int:
     return min(tiles * k_steps, clusters) * variant.multicast
 
 
-def whole_passes(variant: Variant, m_tiles: int, n_tiles: int, k_steps: int, grid: int) -> int:
-    """Passes of stream-K in which each of `grid` CTAs takes a whole tile; it cuts the others."""
-    passes, rest = divmod(m_tiles * n_tiles, grid)
+def whole_passes(variant: Variant, m_tiles: int, n_tiles: int, k_steps: int, workers: int) -> int:
+    """Passes of stream-K in which each of `workers` takes a whole tile; it cuts the others."""
+    passes, rest = divmod(m_tiles * n_tiles, workers)
     activations = m_tiles * variant.m_tile * k_steps * variant.k_sm * 2
-    if passes and 0 < 3 * rest < grid and activations <= SHARED_ACTIVATIONS:
+    if passes and rest and activations <= SHARED_ACTIVATIONS:
         passes -= 1
     return passes
 
@@ -144,8 +149,10 @@ def _workspace(
     end of one and the start of the next.
     """
     tile_floats = variant.m_tile * variant.n_sm
-    if variant.decomposition in ("striped", "stream_k"):
+    if variant.decomposition == "striped":
         return grid * tile_floats, grid * variant.warps_n
+    if variant.decomposition == "stream_k":
+        return grid * tile_floats, grid
     if variant.decomposition == "split_k" and variant.cluster == 1:
         return grid * tile_floats, grid
     if hybrid is not None:
@@ -197,11 +204,15 @@ def work(schedule: Schedule, cta: int) -> Iterator[Segment]:
 
 
 def _whole_tiles(schedule: Schedule, cta: int) -> Iterator[Segment]:
-    """CTAs of a cluster that share activations stand side by side along n."""
     cluster, rank = divmod(cta, schedule.multicast)
-    for tile in range(cluster, schedule.tiles, schedule.grid // schedule.multicast):
-        m, n = tile_index(schedule, tile)
-        yield Segment(m, n * schedule.multicast + rank, 0, schedule.k_steps)
+    for tile in range(cluster, schedule.tiles, schedule.workers):
+        yield _segment(schedule, tile, rank, 0, schedule.k_steps)
+
+
+def _segment(schedule: Schedule, tile: int, rank: int, k_begin: int, k_end: int) -> Segment:
+    """CTAs of a cluster that share activations stand side by side along n."""
+    m, n = tile_index(schedule, tile)
+    return Segment(m, n * schedule.multicast + rank, k_begin, k_end)
 
 
 def _split(schedule: Schedule, cta: int) -> Iterator[Segment]:
@@ -213,16 +224,17 @@ def _split(schedule: Schedule, cta: int) -> Iterator[Segment]:
 
 def _ranges(schedule: Schedule, cta: int) -> Iterator[Segment]:
     """A range of the tiles behind the whole ones, then whole tiles (stream-K)."""
-    whole = schedule.whole_passes * schedule.grid
+    worker, rank = divmod(cta, schedule.multicast)
+    whole = schedule.whole_passes * schedule.workers
     total = (schedule.tiles - whole) * schedule.k_steps
-    position, end = (range_begin(total, c, schedule.grid) for c in (cta, cta + 1))
+    position, end = (range_begin(total, w, schedule.workers) for w in (worker, worker + 1))
     while position < end:
         tile, k_begin = divmod(position, schedule.k_steps)
         k_end = min(schedule.k_steps, k_begin + end - position)
-        yield Segment(*tile_index(schedule, whole + tile), k_begin, k_end)
+        yield _segment(schedule, whole + tile, rank, k_begin, k_end)
         position += k_end - k_begin
-    for tile in range(cta, whole, schedule.grid):
-        yield Segment(*tile_index(schedule, tile), 0, schedule.k_steps)
+    for tile in range(worker, whole, schedule.workers):
+        yield _segment(schedule, tile, rank, 0, schedule.k_steps)
 
 
 def _hybrid(schedule: Schedule, h: HybridPartition, cta: int) -> Iterator[Segment]:

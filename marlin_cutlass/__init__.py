@@ -25,6 +25,7 @@ _LAZY = {
     "fuse_gate_up": "sharding",
     "fuse_mlps": "integrations.fused_mlp",
     "QuantLinear": "nn",
+    "pin_kernels": "pinning",
     "from_gptq": "formats",
     "from_awq": "formats",
     "from_compressed_tensors": "formats",

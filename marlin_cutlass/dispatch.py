@@ -191,22 +191,23 @@ def schedule(kernel: Kernel, m: int, n: int, k: int, sms: int) -> Schedule:
         grid = min(tiles, clusters) * shared
     else:
         grid = min(tiles * k_steps, clusters) * shared
-        partials, flags = grid * tile_floats, grid * kernel.warps_n
+        striped = kernel.decomposition == "striped"
+        partials, flags = grid * tile_floats, grid * (kernel.warps_n if striped else 1)
     if kernel.decomposition == "hybrid":
         flags = m_tiles * _hybrid_passes(kernel, n_blocks, grid) * grid
         partials = 2 * flags * kernel.m_tile * BLOCK_COLUMNS
-    whole = _whole_passes(kernel, m_tiles, n_tiles, k_steps, grid)
+    whole = _whole_passes(kernel, m_tiles, n_tiles, k_steps, grid // shared)
     raster = max(1, min(m_tiles, RASTER))
     return Schedule(m_tiles, n_tiles, k_steps, raster, grid, kernel.cluster, partials, flags, whole)
 
 
-def _whole_passes(kernel: Kernel, m_tiles: int, n_tiles: int, k_steps: int, grid: int) -> int:
-    """Passes of stream-K in which every block takes a whole tile."""
-    if kernel.decomposition != "stream_k" or grid == 0:
+def _whole_passes(kernel: Kernel, m_tiles: int, n_tiles: int, k_steps: int, workers: int) -> int:
+    """Passes of stream-K in which every block, or cluster of blocks, takes a whole tile."""
+    if kernel.decomposition != "stream_k" or workers == 0:
         return 0
-    passes, rest = divmod(m_tiles * n_tiles, grid)
+    passes, rest = divmod(m_tiles * n_tiles, workers)
     activations = m_tiles * kernel.m_tile * k_steps * kernel.k_sm * 2
-    if passes and 0 < 3 * rest < grid and activations <= SHARED_ACTIVATIONS:
+    if passes and rest and activations <= SHARED_ACTIVATIONS:
         passes -= 1
     return passes
 

@@ -56,6 +56,7 @@ class QuantLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.group_size, self.has_zeros, self.dtype = group_size, zeros, dtype
         self.sparse = sparse
+        self.pins: dict[int, str] = {}  # kernel by number of rows; see pin
         size = packed_bytes(in_features, out_features, group_size, zeros, sparse)
         columns = ceil_div(out_features, BLOCK_COLUMNS) * BLOCK_COLUMNS
         self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8, device=device))
@@ -179,6 +180,29 @@ class QuantLinear(nn.Module):
             )
         return cls.from_packed(weight, None if all(missing) else torch.cat(biases))
 
+    def pin(self, rows: int, kernel: str | None) -> None:
+        """Use `kernel` (a name or geometry as of `gemm`) for CUDA calls with exactly `rows` rows;
+        None: the table's choice again. A state dict does not hold it. See `pin_kernels`.
+
+        Raises ValueError for rows < 1, TypeError for what is no name; a kernel that is not there or
+        is for another format raises at the call.
+        """
+        if not isinstance(rows, int) or rows < 1:
+            raise ValueError(f"rows={rows!r}: a positive whole number is required")
+        if kernel is None:
+            self.pins.pop(rows, None)
+        elif isinstance(kernel, str):
+            self.pins[rows] = kernel
+        else:
+            raise TypeError(f"kernel={kernel!r} must be the name of a variant, or None")
+
+    def _variant(self, a: Tensor) -> int:
+        """The operators' argument for activations `a`: the pinned kernel of so many rows."""
+        kernel = self.pins.get(a.numel() // self.in_features)
+        if kernel is None or not a.is_cuda:
+            return ops.AUTO
+        return ops.forced_code(kernel, False, a, self.weight_packed)
+
     def forward(self, x: Tensor, swiglu: bool = False) -> Tensor:
         """x [..., K] -> [..., N], with swiglu [..., N/2] (see `gemm`), in x's dtype (under
         autocast: the autocast dtype)."""
@@ -200,6 +224,7 @@ class QuantLinear(nn.Module):
             self.in_features,
             self.group_size,
             self.has_zeros,
+            self._variant(a) if self.pins else ops.AUTO,
         )
         if swiglu and needs_grad:
             out = reference.swiglu(out)

@@ -16,6 +16,8 @@ AMPERE_BF16 = "w4a16_ampere_bf16_g128_m16_n128k128_w2x2_p4_striped_c1"
 AMPERE_WIDE = "w4a16_ampere_f16_g128_m16_n64k256_w1x4_p4_striped_c1"
 HOPPER = "w4a16_hopper_f16_g128_m16_n256k128_w2x1_p4_dp_c2"
 HOPPER_STREAM = "w4a16_hopper_f16_g128_m16_n256k256_w4x1_p5_streamk_c1"
+HOPPER_STREAM_GROUPS = "w4a16_hopper_f16_g128_m32_n128k256_w2x2_p4_streamk_c1"
+HOPPER_STREAM_MULTICAST = "w4a16_hopper_f16_g128_m16_n128k128_w2x1_p4_streamk_c1_mc2"
 HOPPER_SPLIT = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_split2_c1"
 HOPPER_HYBRID = "w4a16_hopper_f16_g128_m16_n256k128_w4x1_p4_hybrid_c1"
 HOPPER_MULTICAST = "w4a16_hopper_f16_g128_m16_n128k128_w2x1_p4_dp_c1_mc2"
@@ -213,6 +215,12 @@ AMPERE_MUTATIONS = (
 CONFIG, HKERNEL, PRODUCER = "hopper_config.cuh", "hopper_kernel.cuh", "hopper_producer.cuh"
 HLOOP, HREDUCE = "hopper_mainloop.cuh", "hopper_reduce.cuh"
 
+ONE_CTA_BEFORE = "add_release(partials_counter(p, owner ? owner - 1 : 0), 1u);"
+FROM_THE_SECOND = "for (int w = worker + 2; w < last; ++w) {"
+NOT_OF_CLUSTER = "wait_for_stage<C>(base, ring);\n      mbarrier_arrive"
+NO_WHOLE_TILES = "tile_end = (tile + 1) * p.k_steps"
+WHOLE_TILES = (19, 1600, 1024)
+
 HOPPER_MUTATIONS = (
     _one(
         "fragments overwritten under a wgmma in flight",
@@ -368,55 +376,91 @@ HOPPER_MUTATIONS = (
         *(HOPPER_GROUPS, "race"),
     ),
     _one(
-        "stream-K: flag raised before all warps have stored",
-        *(
-            HREDUCE,
-            "named_barrier_sync(barrier, 128);\n    if (thread == 0) st_release",
-            "if (thread == 0) st_release",
-        ),
+        "stream-K: partial sum reported before all warps have stored",
+        *(HREDUCE, "mbarrier_wait(C::handed_over(base), 0);", ""),
         *(HOPPER_STREAM, "race"),
     ),
     _one(
-        "stream-K: flag lost",
-        *(
-            HREDUCE,
-            "if (thread == 0) st_release(p.flags + cta * C::kWarpgroupsN + group_n, 1u);",
-            "",
-        ),
+        "stream-K: report lost",
+        *(HREDUCE, "add_release(partials_counter(p, owner), 1u);", ""),
         *(HOPPER_STREAM, "deadlock"),
     ),
     _one(
+        "stream-K: partial sum reported to the CTA before",
+        *(HREDUCE, "add_release(partials_counter(p, owner), 1u);", ONE_CTA_BEFORE),
+        *(HOPPER_STREAM, "deadlock", "race"),
+    ),
+    _one(
+        "stream-K: partial sums fetched before they are reported",
+        *(PRODUCER, "wait_flag(counter, last - worker - 1);", ""),
+        *(HOPPER_STREAM, "race"),
+    ),
+    _one(
+        "stream-K: ordinary stores read by a bulk copy without the fence",
+        *(PRODUCER, "fence_proxy_async_global();  // ordinary", "// ordinary"),
+        *(HOPPER_STREAM, "race"),
+    ),
+    _one(
+        "stream-K: counter not cleared for the next launch",
+        *(PRODUCER, "st_relaxed(counter, 0u);", ""),
+        *(HOPPER_STREAM, "output"),
+    ),
+    _one(
         "stream-K: one contributor forgotten",
-        *(
-            HREDUCE,
-            "for (int c = cta + 1; c < last; ++c) {",
-            "for (int c = cta + 2; c < last; ++c) {",
-        ),
-        *(HOPPER_STREAM, "values"),
+        *(PRODUCER, "for (int w = worker + 1; w < last; ++w) {", FROM_THE_SECOND),
+        *(HOPPER_STREAM, "deadlock"),
+    ),
+    _one(
+        "stream-K: a partial sum read before it is there",
+        *(HLOOP, "mbarrier_wait(C::full(base_, at.stage), at.phase);", ""),
+        *(HOPPER_STREAM, "race", "deadlock"),
+    ),
+    _one(
+        "stream-K: stages of partial sums not summed, nor passed on",
+        *(HKERNEL, "sums.pass(partial_stages<C>(p, s));", ""),
+        *(HOPPER_STREAM, "deadlock", "race"),
+    ),
+    _one(
+        "stream-K: stages of partial sums not counted by k group",
+        *(HKERNEL, "first = (first + stages) % C::kWarpgroupsK;", ""),
+        *(HOPPER_STREAM_GROUPS, "race", "mbarrier", "values", "deadlock"),
+        shape=(19, 1400, 1280),
+    ),
+    _one(
+        "stream-K: stage of a partial sum not known to be free in the cluster",
+        *(PRODUCER, "wait_for_free_stage<C>(base, ring);\n      mbarrier_arrive", NOT_OF_CLUSTER),
+        *(HOPPER_STREAM_MULTICAST, "deadlock", "mbarrier", "race"),
+        shape=(5, 1270, 1536),
+    ),
+    _one(
+        "stream-K: partial sum of the other CTA of the cluster",
+        *(PRODUCER, "w * C::kMulticast + block_index() % C::kMulticast;", "w * C::kMulticast;"),
+        *(HOPPER_STREAM_MULTICAST, "race", "values"),
+        shape=(5, 1270, 1536),
     ),
     _one(
         "stream-K: whole tiles left out",
         *("tile_order.cuh", "end_ + (kWholeTiles ? p_.whole_passes : 0)", "end_"),
         *(HOPPER_STREAM, "output"),
-        shape=(19, 1000, 512),
+        shape=WHOLE_TILES,
     ),
     _one(
         "stream-K: every CTA takes the first whole tile",
-        *("tile_order.cuh", "const int tile = block_index() + (", "const int tile = ("),
+        *("tile_order.cuh", "tile = block_index() / kMulticast + (", "tile = ("),
         *(HOPPER_STREAM, "race", "output"),
-        shape=(19, 1000, 512),
+        shape=WHOLE_TILES,
     ),
     _one(
         "stream-K: ranges begin at the first tile",
-        *("tile_order.cuh", "s.tile + whole_tiles(p_), whole ? 0", "s.tile, whole ? 0"),
-        *(HOPPER_STREAM, "race", "output", "deadlock"),
-        shape=(19, 1000, 512),
+        *("tile_order.cuh", "s.tile + p_.whole_passes * workers, whole ? 0", "s.tile, whole ? 0"),
+        *(HOPPER_STREAM, "bounds"),
+        shape=WHOLE_TILES,
     ),
     _one(
         "stream-K: sharers sought as if there were no whole tiles",
-        *(HREDUCE, "s.tile - whole_tiles(p) + 1", "s.tile + 1"),
+        *("tile_order.cuh", "tile_end = (tile - whole + 1) * p.k_steps", NO_WHOLE_TILES),
         *(HOPPER_STREAM, "deadlock", "values"),
-        shape=(19, 1000, 512),
+        shape=WHOLE_TILES,
     ),
     _one(
         "cluster: sums sent before the peer has its barriers",

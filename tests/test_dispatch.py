@@ -205,7 +205,7 @@ def damage(**changes):
     [
         ("{", "cannot be read"),
         ("[]", "holds a list instead of a JSON object"),
-        (_manifest([], [], format=1), "format=1, this release reads 2"),
+        (_manifest([], [], format=1), f"format=1, this release reads {MANIFEST_FORMAT}"),
         (_manifest([], [], layout_version=2), "layout_version=2"),
         (_manifest([], [], arch="../sm"), "arch='../sm' is malformed"),
         (_manifest([fake_cuda.kernel()] * 2, []), "listed twice"),

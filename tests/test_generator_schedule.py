@@ -86,11 +86,12 @@ def test_grid_is_resident_where_ctas_wait_for_each_other():
         problem, v, sms = _random_case(rng, variants)
         s = make_schedule(problem, v, sms)
         if v.decomposition in ("striped", "stream_k"):
-            assert s.grid <= sms * v.ctas_per_sm
+            assert s.grid <= max(sms * v.ctas_per_sm, v.multicast)  # one cluster at least
+            assert s.grid == s.workers * v.multicast
             assert all(
-                range_begin(s.tiles * s.k_steps, c, s.grid)
-                < range_begin(s.tiles * s.k_steps, c + 1, s.grid)
-                for c in range(s.grid)
+                range_begin(s.tiles * s.k_steps, w, s.workers)
+                < range_begin(s.tiles * s.k_steps, w + 1, s.workers)
+                for w in range(s.workers)
             ), "a CTA without work would never raise its flag"
 
 

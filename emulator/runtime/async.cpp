@@ -206,7 +206,7 @@ void emu_bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) 
   machine.statistics[kStatBulkBytes] += bytes;
   if (bytes == 0 || bytes % 16) fail("alignment", "%u bytes: must be a positive multiple of 16", bytes);
   const SharedSpan span = shared_span(dst, bytes, 16);
-  check_global(src, bytes, 16, kEmuRead);
+  check_global_copy(check_global(src, bytes, 16, kEmuRead), src, bytes);
   AsyncTransfer t = new_transfer(AsyncTransfer::kBulk, span.offset + kSharedBase, bytes);
   t.src = src;
   claim_destination(*span.block, bar & ((1u << kRankShift) - 1), t);

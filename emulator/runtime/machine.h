@@ -112,6 +112,7 @@ struct Warp {
   bool wgmma_fenced = false;
   uint64_t wgmma_issued = 0;
   uint32_t proxy_fence_clock = 0;  // own clock at the last fence_proxy_async
+  Clock global_fence_clock;        // everybody's, as known to this warp at its last fence_proxy_async_global
   int registers = 0;
   Lane lane[kWarpSize];
 };
@@ -252,6 +253,8 @@ SharedSpan shared_span(uint32_t address, uint32_t bytes, uint32_t alignment);
 const EmuBuffer& check_global(const void* p, int64_t bytes, uint32_t alignment, uint32_t access);
 // Ordinary stores become visible to bulk copies and wgmma only through fence_proxy_async (PTX ISA, proxies).
 void check_proxy_fence(const Block& block, uint32_t offset, uint32_t bytes);
+// The same of a bulk copy from global memory that blocks exchange data through.
+void check_global_copy(const EmuBuffer& buffer, const void* p, uint32_t bytes);
 void log_bank_access(int kind, uint32_t address, int bytes);
 void flush_bank_accesses(Warp& warp);
 

@@ -124,6 +124,20 @@ void check_proxy_fence(const Block& block, uint32_t offset, uint32_t bytes) {
   }
 }
 
+void check_global_copy(const EmuBuffer& buffer, const void* p, uint32_t bytes) {
+  if (!(buffer.flags & kEmuOrdered)) return;
+  const uint64_t offset = reinterpret_cast<uint64_t>(p) - buffer.base;
+  check_ordered(buffer, offset, static_cast<int>(bytes), false);
+  const Clock& fenced = current().warp->global_fence_clock;
+  const Shadow& shadow = machine.global_shadow.ordered[buffer_index(buffer)];
+  for (uint64_t at = offset; at < offset + bytes; at += 4) {
+    const Epoch& e = shadow.last_write(at);
+    if (e.clock != 0 && (e.agent >= fenced.size() || fenced[e.agent] < e.clock))
+      fail("race", "%s + %llu was stored %s without fence_proxy_async_global before this copy", buffer.name, (unsigned long long)at,
+           site_text(e.site).c_str());
+  }
+}
+
 // ---- bank conflicts: accesses of the lanes between two convergence points are paired by their order
 void log_bank_access(int kind, uint32_t address, int bytes) {
   Lane& me = current();
@@ -221,6 +235,12 @@ void emu_fence_proxy_async() {
   warp.proxy_fence_clock = ++warp.clock[warp.agent];
 }
 
+void emu_fence_proxy_async_global() {
+  EMU_ENTER("fence_proxy_async_global", 0, 0);
+  Warp& warp = *current().warp;
+  warp.global_fence_clock = warp.clock;
+}
+
 // ---- flags
 uint32_t emu_ld_acquire(const uint32_t* p) {
   EMU_ENTER("ld_acquire", reinterpret_cast<uint64_t>(p), 0);
@@ -228,6 +248,13 @@ uint32_t emu_ld_acquire(const uint32_t* p) {
   poll_failed();  // a loop around this call must let others run
   join(current().warp->clock, machine.flags[p].clock);
   return *p;
+}
+
+void emu_st_relaxed(uint32_t* p, uint32_t value) {
+  EMU_ENTER("st_relaxed", reinterpret_cast<uint64_t>(p), value);
+  check_global(p, 4, 4, kEmuSync);
+  *p = value;
+  wake(machine.flags[p].waiters);
 }
 
 void emu_st_release(uint32_t* p, uint32_t value) {

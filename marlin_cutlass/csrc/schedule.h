@@ -52,13 +52,12 @@ inline int64_t hybrid_passes(const VariantFields& v, const Schedule& s, int64_t 
 
 constexpr int64_t kSharedActivations = int64_t{32} << 20;  // see SHARED_ACTIVATIONS in generator/schedule.py
 
-// Stream-K: passes in which every CTA takes a whole tile.
+// Stream-K: passes in which every CTA, or cluster of those that share activations, takes a whole tile.
 inline int64_t whole_passes(const VariantFields& v, const Schedule& s) {
   if (s.grid == 0) return 0;  // no rows
-  const int64_t tiles = s.m_tiles * s.n_tiles, passes = tiles / s.grid, rest = tiles % s.grid;
+  const int64_t tiles = s.m_tiles * s.n_tiles, workers = s.grid / v.multicast, passes = tiles / workers, rest = tiles % workers;
   const int64_t activations = s.m_tiles * v.m_tile * s.k_steps * v.k_sm * 2;
-  const bool many_sharers = rest > 0 && 3 * rest < s.grid && activations <= kSharedActivations;
-  return passes > 0 && many_sharers ? passes - 1 : passes;
+  return passes > 0 && rest > 0 && activations <= kSharedActivations ? passes - 1 : passes;
 }
 
 inline Schedule make_schedule(const VariantFields& v, int64_t m, int64_t n, int64_t k, int64_t sms) {
@@ -85,8 +84,9 @@ inline Schedule make_schedule(const VariantFields& v, int64_t m, int64_t n, int6
     case Decomposition::kStriped:
     case Decomposition::kStreamK:  // every CTA of the grid is resident: they wait for each other
       s.grid = std::min(tiles * s.k_steps, clusters) * shared;
-      s.partials = s.grid * tile_floats, s.flags = s.grid * v.warps_n;
+      s.partials = s.grid * tile_floats, s.flags = s.grid;
       if (static_cast<Decomposition>(v.decomposition) == Decomposition::kStreamK) s.whole_passes = whole_passes(v, s);
+      else s.flags *= v.warps_n;
       break;
     case Decomposition::kHybrid:
       s.grid = std::min(tiles * s.k_steps, clusters) * shared;

@@ -25,12 +25,14 @@ uint32_t emu_shared_base();
 void emu_ld_shared(uint32_t addr, int bytes, void* out);
 void emu_st_shared(uint32_t addr, int bytes, const void* value);
 void emu_fence_proxy_async();
+void emu_fence_proxy_async_global();
 
 // ---- global memory
 void emu_ld_global(const void* p, int bytes, void* out);
 void emu_st_global(void* p, int bytes, const void* value);
 uint32_t emu_ld_acquire(const uint32_t* p);
 void emu_st_release(uint32_t* p, uint32_t value);
+void emu_st_relaxed(uint32_t* p, uint32_t value);
 uint32_t emu_atomic_add_release(uint32_t* p, uint32_t value);
 void emu_wait_flag(const uint32_t* p, uint32_t value);
 

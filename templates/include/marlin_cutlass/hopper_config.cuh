@@ -102,6 +102,14 @@ struct HopperConfig {
   static constexpr int kSumsOffset = kReceiveOffset + kReceiveBytes;
   static constexpr int kSumsBytes = (kStages * kStageGroups * kGroupSumBytes + 127) / 128 * 128;
   static constexpr int kBarrierOffset = kSumsOffset + kSumsBytes;
+  // Stream-K: a partial sum comes back through the ring, in the larger part of one stage or more, the weights' or the activations'. In memory it
+  // lies as [chunk][warpgroup along N][2048 bytes].
+  static constexpr int kChunkRowBytes = kWarpgroupsN * 2048;
+  static constexpr int kPartialBytes = kChunks * kChunkRowBytes;
+  static constexpr bool kPartialInWeights = kWeightBytes > kActivationBytes;
+  static constexpr int kRoomChunks = (kPartialInWeights ? kWeightBytes : kActivationBytes) / kChunkRowBytes;
+  static constexpr int kStageChunks = kRoomChunks < kChunks ? kRoomChunks : kChunks;
+  static constexpr int kPartialStages = kDecomposition == Decomposition::kStreamK ? (kChunks + kStageChunks - 1) / kStageChunks : 0;
   static constexpr int kExtraBarriers = kMulticast > 1 || kActivationSums ? kStages : 0;
   static constexpr int kBarrierBytes = (8 * (2 * kStages + kWarpgroupsN + kExtraBarriers) + 127) / 128 * 128;
   static constexpr int kSharedBytes = kBarrierOffset + kBarrierBytes;
@@ -110,8 +118,7 @@ struct HopperConfig {
   static_assert(kKSm % kBlockDepth == 0, "a stage holds whole blocks");
   static_assert(kStages % kWarpgroupsK == 0, "every stage belongs to one k group of warpgroups");
   static_assert(kActivationBytes % 1024 == 0 && kMTile % 8 == 0 && kMTile <= 256, "m_tile must be a multiple of 8 up to 256");
-  static_assert(kMulticast == 1 || ((kDecomposition == Decomposition::kDataParallel || kDecomposition == Decomposition::kHybrid) &&
-                                    kKSm / 64 % kMulticast == 0), "multicast needs whole columns and an equal part of a stage per CTA");
+  static_assert(kMulticast == 1 || (!kCluster && kKSm / 64 % kMulticast == 0), "multicast needs the cluster, and an equal part of a stage per CTA");
   static_assert(kCluster || kSplit == 1, "only split_k uses a cluster");
   static_assert(kDecomposition != Decomposition::kHybrid || (kRowBlocks == 1 && kWarpgroupsK == 1), "hybrid: one block a warpgroup");
   static_assert(!kSparse || (is_sparse_group(kGroupSize) && !kZeros_), "sparse: group_size 64, 128 or -1, symmetric");
@@ -139,6 +146,12 @@ struct HopperConfig {
   // kActivationSums: the activations of a stage have arrived; `full` follows once they are summed.
   MC_DEVICE static smem_addr_t activations(smem_addr_t base, int stage) { return cluster_empty(base, stage); }
   MC_DEVICE static smem_addr_t sums(smem_addr_t base, int stage) { return base + kSumsOffset + stage * (kStageGroups * kGroupSumBytes); }
+  // Stream-K: the partial sum of this CTA has been stored.
+  MC_DEVICE static smem_addr_t handed_over(smem_addr_t base) { return received(base, 0); }
+  // Stream-K: where stage `stage` holds chunks of a partial sum.
+  MC_DEVICE static smem_addr_t partial(smem_addr_t base, int stage) {
+    return kPartialInWeights ? base + kWeightOffset + stage * kWeightBytes : base + stage * kActivationBytes;
+  }
   MC_DEVICE static smem_addr_t received(smem_addr_t base, int warpgroup) { return base + kBarrierOffset + 8 * (2 * kStages + warpgroup); }
 };
 
@@ -153,6 +166,13 @@ template <int kStages> struct RingPosition {
       stage -= kStages;
       phase ^= 1;
       reused = true;
+    }
+  }
+  MC_DEVICE void back(int by) {
+    stage -= by;
+    if (stage < 0) {
+      stage += kStages;
+      phase ^= 1;
     }
   }
 };

@@ -21,6 +21,7 @@ template <class C> MC_DEVICE void initialise_barriers(smem_addr_t base, uint32_t
   }
   if constexpr (C::kCluster)
     for (int w = 0; w < C::kWarpgroupsN; ++w) mbarrier_init(C::received(base, w), 1);
+  if constexpr (C::kPartialStages > 0) mbarrier_init(C::handed_over(base), 128 * C::kWarpgroupsN);
   if constexpr (C::kMulticast > 1)
     for (int s = 0; s < C::kStages; ++s) mbarrier_init(C::cluster_empty(base, s), C::kMulticast);
   if constexpr (C::kActivationSums)
@@ -88,14 +89,21 @@ template <class C, class Loop> MC_DEVICE void consume(const GemmParams& p, smem_
       for (int i = 0; i < 2; ++i) factors[0].scale[i] *= loop.unit.row[i];
     }
     first = (first + steps) % C::kWarpgroupsK;
+    bool keeps = true;
     if constexpr (C::kWarpgroupsK > 1) {
-      const bool keeps = reduce_k_groups<C>(loop.acc, base, group_n, group_k, reused);
+      keeps = reduce_k_groups<C>(loop.acc, base, group_n, group_k, reused);
       reused = true;
-      if (!keeps) continue;
     }
-    if constexpr (C::kDecomposition == Decomposition::kStreamK) {
-      if (!reduce_ranges<C>(p, loop.acc, s, group_n)) continue;
+    if constexpr (C::kPartialStages > 0) {
+      const int stages = partial_stages<C>(p, s);
+      if (stages > 0) loop.add_partials(stages, first, group_n, group_k);
+      first = (first + stages) % C::kWarpgroupsK;
+      if (s.k_begin != 0) {
+        if (keeps) hand_over<C>(p, loop.acc, base, group_n);
+        keeps = false;
+      }
     }
+    if (!keeps) continue;
     if constexpr (C::kCluster) reduce_cluster<C>(loop.acc, base, group_n, rank);
     const TileIndex t = tile_index(p, s.tile);
 #pragma unroll
@@ -173,7 +181,10 @@ template <class C> MC_DEVICE void sum_activations(const GemmParams& p, smem_addr
   } else {
     typename C::Work work = work_of<C>(p, rank);
     Segment s;
-    while (work.next(s)) sums.run(s.k_end - s.k_begin);
+    while (work.next(s)) {
+      sums.run(s.k_end - s.k_begin);
+      sums.pass(partial_stages<C>(p, s));
+    }
   }
   warp_sync();
 }

@@ -2,6 +2,7 @@
 // after the other, with the next quad's codes already on their way. Of 2:4-sparse weights a quad is 64 x 128, as many codes, and four k32 steps.
 #pragma once
 #include "marlin_cutlass/hopper_config.cuh"
+#include "marlin_cutlass/hopper_reduce.cuh"
 #include "marlin_cutlass/prims_hopper.cuh"
 
 namespace marlin_cutlass {
@@ -62,6 +63,35 @@ template <class C> struct HopperMainloop {
     for (int r = 0; r < C::kRowBlocks; ++r)
 #pragma unroll
       for (int i = 0; i < C::kMTile / 2; ++i) acc[r][i] = 0.f;
+  }
+
+  // Adds the partial sums in the next `stages` stages of the ring, the first of which is one of k group `first`. Group 0 has the sum. The others
+  // wait until it is done: a group that left a stage of its own out must not look at a barrier that is still a phase behind.
+  MC_DEVICE void add_partials(int stages, int first, int warpgroup_n, int warpgroup_k) {
+    constexpr int kGroups = C::kWarpgroupsK, kBarrier = 3;
+    const int ahead = (warpgroup_k - first + kGroups) % kGroups;  // stages between the first and this group's first
+    if (warpgroup_k == 0) {
+      RingPosition<C::kStages> at = ring_;
+      at.back(ahead);
+#pragma unroll 1
+      for (int i = 0; i < stages; i += C::kPartialStages) {
+#pragma unroll
+        for (int part = 0; part < C::kPartialStages; ++part) {
+          mbarrier_wait(C::full(base_, at.stage), at.phase);
+          const smem_addr_t from = C::partial(base_, at.stage) + warpgroup_n * kChunkBytes + (thread_index() & 127) * 16;
+#pragma unroll
+          for (int j = 0; j < C::kStageChunks; ++j) {
+            const int chunk = part * C::kStageChunks + j;
+            if (chunk < C::kChunks) add_to(chunk_of<C>(acc, chunk), ld_shared_f32x4(from + j * C::kChunkRowBytes));
+          }
+          warp_sync();
+          release(at.stage);
+          at.advance();
+        }
+      }
+    }
+    if constexpr (kGroups > 1) named_barrier_sync(kBarrier, C::kConsumerThreads);
+    for (int i = ahead; i < stages; i += kGroups) ring_.advance(kGroups);
   }
 
   // Leaves out `steps` stages, for which the producer has arrived.

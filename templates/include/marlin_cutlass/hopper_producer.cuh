@@ -1,6 +1,7 @@
 // The producer warps: one streams packed weights, one streams activations, into the same ring of stages; two may sum the activations.
 #pragma once
 #include "marlin_cutlass/hopper_config.cuh"
+#include "marlin_cutlass/hopper_reduce.cuh"
 #include "marlin_cutlass/prims_hopper.cuh"
 #include "marlin_cutlass/tile_order.cuh"
 
@@ -50,6 +51,33 @@ template <class C> MC_DEVICE void wait_for_weight_stage(smem_addr_t base, const 
   wait_for_stage<C>(base, ring);
 }
 
+// Stream-K: the partial sums of the tile of `s` into the next stages of the ring; their counter is zero again for the next launch.
+template <class C>
+MC_DEVICE void fetch_partials(const GemmParams& p, smem_addr_t base, const Segment& s, RingPosition<C::kStages>& ring, uint64_t policy) {
+  const int worker = block_index() / C::kMulticast, last = StreamRanges(p, C::kMulticast).end_of_sharers(p, s.tile, worker);
+  uint32_t* counter = partials_counter(p, block_index());
+  wait_flag(counter, last - worker - 1);
+  st_relaxed(counter, 0u);
+  fence_proxy_async_global();  // ordinary stores, read by bulk copies
+#pragma unroll 1
+  for (int w = worker + 1; w < last; ++w) {
+    const int cta = w * C::kMulticast + block_index() % C::kMulticast;
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(partial_of(p, cta, C::kPartialBytes));
+#pragma unroll 1
+    for (int left = C::kPartialBytes; left > 0;) {
+      constexpr int kStageBytes = C::kStageChunks * C::kChunkRowBytes;
+      const int bytes = left < kStageBytes ? left : kStageBytes;
+      wait_for_stage<C>(base, ring);
+      const smem_addr_t full = C::full(base, ring.stage);
+      mbarrier_arrive_expect(full, bytes);
+      bulk_load(C::partial(base, ring.stage), from, bytes, full, policy);
+      from += bytes;
+      left -= bytes;
+      ring.advance();
+    }
+  }
+}
+
 // By a whole warp; one lane of it goes on. Where the first stage lies is found out while another warp makes the barriers.
 template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& p, smem_addr_t base, Loop loop) {
   const uint64_t policy = evict_first_policy();
@@ -60,8 +88,12 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
   from.find(p, s);
   wait_for_barriers<C>();
   if (!elect_one()) return;
+  // Stream-K: stages until the partial sum of this CTA is reported. The last of them takes the place of the first one behind that sum's, so that
+  // it has been stored by then.
+  int until_report = 0, cut_tile = 0;
   while (more) {
     for (int left = s.k_end - s.k_begin; left > 0; --left) {
+      if (C::kPartialStages > 0 && until_report > 0 && --until_report == 0) report_partial<C>(p, base, cut_tile);
       wait_for_weight_stage<C>(base, ring);
       const smem_addr_t full = C::full(base, ring.stage);
       mbarrier_arrive_expect(full, C::kColumnBlocks * C::kBlockRowBytes);
@@ -70,19 +102,50 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
       for (int i = 0; i < C::kColumnBlocks; ++i) bulk_load(dst + i * C::kBlockRowBytes, from.next(i), C::kBlockRowBytes, full, policy);
       ring.advance();
     }
+    const Segment done = s;
     more = loop.next(s);
+    if constexpr (C::kPartialStages > 0) {
+      if (done.k_begin != 0) {
+        until_report = C::kStages + 1;
+        cut_tile = done.tile;
+      }
+      const bool adds = done.k_begin == 0 && done.k_end != p.k_steps;
+      if (until_report > 0 && (adds || !more)) {
+        wait_for_previous_grid();
+        report_partial<C>(p, base, cut_tile);
+        until_report = 0;
+      }
+      if (adds) {
+        wait_for_previous_grid();
+        fetch_partials<C>(p, base, done, ring, policy);
+      }
+    }
     from.find(p, s);
+  }
+}
+
+// Until the stage is free in every CTA of the cluster that shares activations.
+template <class C> MC_DEVICE void wait_for_free_stage(smem_addr_t base, const RingPosition<C::kStages>& ring) {
+  wait_for_stage<C>(base, ring);
+  if constexpr (C::kMulticast > 1) {
+    const smem_addr_t free = C::cluster_empty(base, ring.stage);
+#pragma unroll
+    for (int r = 0; r < C::kMulticast; ++r) mbarrier_arrive_remote(free, r);
+    mbarrier_wait(free, ring.phase);
   }
 }
 
 // One stage of activations, `rows` of them: a box of the whole stage or, of fewer rows than the tile has, one for each 64 of its depth. In a
 // cluster every CTA loads its part of the stage for all of them, once the stage is free in all.
+template <class C> MC_DEVICE smem_addr_t activations_full(smem_addr_t base, int stage) {
+  return C::kActivationSums ? C::activations(base, stage) : C::full(base, stage);
+}
 template <class C>
 MC_DEVICE void load_activations(const TensorMap& map_a, smem_addr_t base, const RingPosition<C::kStages>& ring, int row, int rows, int step) {
-  const smem_addr_t full = C::kActivationSums ? C::activations(base, ring.stage) : C::full(base, ring.stage);
+  const smem_addr_t full = activations_full<C>(base, ring.stage);
   const smem_addr_t stage = base + ring.stage * C::kActivationBytes;
   constexpr int kPanels = C::kKSm / 64;  // 64 deep each
-  wait_for_stage<C>(base, ring);
+  wait_for_free_stage<C>(base, ring);
   if constexpr (C::kMulticast == 1) {
     mbarrier_arrive_expect(full, rows * (kPanels * 128));
     // Depth outside A arrives as zeros and counts its bytes.
@@ -94,11 +157,7 @@ MC_DEVICE void load_activations(const TensorMap& map_a, smem_addr_t base, const 
     }
   } else {
     constexpr int kParts = C::kMulticast;
-    const smem_addr_t free = C::cluster_empty(base, ring.stage);
     const uint32_t rank = cluster_rank();
-#pragma unroll
-    for (int r = 0; r < kParts; ++r) mbarrier_arrive_remote(free, r);
-    mbarrier_wait(free, ring.phase);
     mbarrier_arrive_expect(full, rows * (kPanels * 128));
     const int first = rank * (kPanels / kParts), boxes = rows == C::kMTile ? 1 : kPanels / kParts;
 #pragma unroll 1
@@ -128,6 +187,11 @@ MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, 
   while (more) {
     for (int step = s.k_begin; step < s.k_end; ++step) {
       load_activations<C>(map_a, base, ring, row, rows, step);
+      ring.advance();
+    }
+    for (int left = partial_stages<C>(p, s); left > 0; --left) {  // these bring no activations
+      wait_for_free_stage<C>(base, ring);
+      mbarrier_arrive(activations_full<C>(base, ring.stage));
       ring.advance();
     }
     more = loop.next(s);
@@ -164,6 +228,14 @@ template <class C> struct ActivationSums {
 #pragma unroll
       for (int group = 0; group < C::kStageGroups; group += 2) sum(group);
       warp_sync();
+      if (kReleaseLanes > 1 || lane_index() == 0) mbarrier_arrive(C::full(base_, ring_.stage));
+      ring_.advance();
+    }
+  }
+  // Stages without activations.
+  MC_DEVICE void pass(int stages) {
+    for (; stages > 0; --stages) {
+      mbarrier_wait(C::activations(base_, ring_.stage), ring_.phase);
       if (kReleaseLanes > 1 || lane_index() == 0) mbarrier_arrive(C::full(base_, ring_.stage));
       ring_.advance();
     }

@@ -90,33 +90,34 @@ template <class C> MC_DEVICE void reduce_cluster(Accumulators<C>& acc, smem_addr
 }
 
 // ---- CTAs that share a tile by contiguous ranges (stream-K) -----------------------------------------------------
-// The CTA that holds a tile's first k step adds the partial sums of the CTAs behind it, ascending, and clears their flags. A CTA hands over at
-// most one partial sum, and does so before it can wait for anybody: all ranges make progress as long as the grid is resident.
-template <class C> MC_DEVICE bool reduce_ranges(const GemmParams& p, Accumulators<C>& acc, const Segment& s, int group_n) {
-  const int thread = thread_index() & 127, cta = block_index();
-  const int barrier = 3 + group_n;
-  auto slot = [&](int c) { return p.partials + ((static_cast<int64_t>(c) * C::kWarpgroupsN + group_n) * C::kChunks * 128 + thread) * 4; };
-  if (s.k_begin != 0) {
-    float* out = slot(cta);
+// The CTA that holds a tile's first k step adds the partial sums of the CTAs behind it, ascending; the others hand theirs over through memory. A
+// CTA hands over at most one, its first, and waits for nobody before that: all ranges make progress as long as the grid is resident. Consumers
+// only store, and add what lies in shared memory: the lane that streams weights reports a partial sum once it is stored, waits for those of
+// others, and copies them into the ring behind the stages of the tile, while products still run.
+MC_DEVICE float* partial_of(const GemmParams& p, int cta, int bytes) { return p.partials + static_cast<int64_t>(cta) * (bytes / 4); }
+
+// Stages of the ring that bring partial sums of the tile of `s` to this CTA.
+template <class C> MC_DEVICE int partial_stages(const GemmParams& p, const Segment& s) {
+  if (C::kPartialStages == 0 || s.k_begin != 0 || s.k_end == p.k_steps) return 0;
+  const int worker = block_index() / C::kMulticast;
+  return (StreamRanges(p, C::kMulticast).end_of_sharers(p, s.tile, worker) - worker - 1) * C::kPartialStages;
+}
+
+template <class C> MC_DEVICE void hand_over(const GemmParams& p, Accumulators<C>& acc, smem_addr_t base, int group_n) {
+  float* out = partial_of(p, block_index(), C::kPartialBytes) + group_n * (kChunkBytes / 4) + (thread_index() & 127) * 4;
 #pragma unroll
-    for (int i = 0; i < C::kChunks; ++i) st_global_cg_f32x4(out + i * 512, as_vector(chunk_of<C>(acc, i)));
-    named_barrier_sync(barrier, 128);
-    if (thread == 0) st_release(p.flags + cta * C::kWarpgroupsN + group_n, 1u);
-    return false;
-  }
-  if (s.k_end == p.k_steps) return true;
-  const int total = range_units(p), tile_end = (s.tile - whole_tiles(p) + 1) * p.k_steps;
-  int last = cta + 1;  // CTAs cta + 1 .. last - 1 hold the rest of the tile
-  while (last < grid_size() && range_begin(total, last, grid_size()) < tile_end) ++last;
-  for (int c = cta + 1 + thread; c < last; c += 128) wait_flag(p.flags + c * C::kWarpgroupsN + group_n, 1u);
-  named_barrier_sync(barrier, 128);
-  for (int c = cta + 1 + thread; c < last; c += 128) st_release(p.flags + c * C::kWarpgroupsN + group_n, 0u);
-  for (int c = cta + 1; c < last; ++c) {
-    const float* in = slot(c);
-#pragma unroll
-    for (int i = 0; i < C::kChunks; ++i) add_to(chunk_of<C>(acc, i), ld_global_cg_f32x4(in + i * 512));
-  }
-  return true;
+  for (int i = 0; i < C::kChunks; ++i) st_global_cg_f32x4(out + i * (C::kChunkRowBytes / 4), as_vector(chunk_of<C>(acc, i)));
+  mbarrier_arrive(C::handed_over(base));
+}
+
+// Counts the partial sums that have been stored for CTA `cta`.
+MC_DEVICE uint32_t* partials_counter(const GemmParams& p, int cta) { return p.flags + cta; }
+
+// By the lane that streams weights, once the previous grid has ended: counts this CTA's partial sum of tile `tile`.
+template <class C> MC_DEVICE void report_partial(const GemmParams& p, smem_addr_t base, int tile) {
+  const int owner = StreamRanges(p, C::kMulticast).first_sharer(p, tile) * C::kMulticast + block_index() % C::kMulticast;
+  mbarrier_wait(C::handed_over(base), 0);
+  add_release(partials_counter(p, owner), 1u);
 }
 
 // ---- shares of a left-over column block (hybrid) ----------------------------------------------------------------

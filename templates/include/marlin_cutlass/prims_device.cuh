@@ -120,8 +120,15 @@ MC_DEVICE uint32_t ld_acquire(const uint32_t* p) {
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+MC_DEVICE void st_relaxed(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 MC_DEVICE void st_release(uint32_t* p, uint32_t v) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+// *p += v, behind everything that this thread wrote or knows of.
+MC_DEVICE void add_release(uint32_t* p, uint32_t v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 // *p += v; returns what was there. Orders what this thread wrote before and reads after.
 MC_DEVICE uint32_t fetch_add_acq_rel(uint32_t* p, uint32_t v) {
@@ -129,10 +136,16 @@ MC_DEVICE uint32_t fetch_add_acq_rel(uint32_t* p, uint32_t v) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
 }
-// Spins until *p == value. Bounded: traps after about ten seconds, so that a lost flag is an error and not a hang.
+// Spins until *p == value. Bounded: traps after about ten seconds, so that a lost flag is an error and not a hang. Under racecheck a kernel takes a
+// thousand times as long.
+#ifdef MC_RACECHECK
+constexpr uint32_t kFlagTries = 1u << 31;
+#else
+constexpr uint32_t kFlagTries = 1u << 24;
+#endif
 MC_DEVICE void wait_flag(const uint32_t* p, uint32_t value) {
   for (uint32_t tries = 0; ld_acquire(p) != value; ++tries)
-    if (tries > (1u << 24)) trap();
+    if (tries > kFlagTries) trap();
 }
 
 // ---- cp.async (sm_80+) ------------------------------------------------------------------------------------------

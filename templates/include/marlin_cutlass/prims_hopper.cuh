@@ -82,6 +82,9 @@ MC_DEVICE void spin(uint32_t cycles) {
   } while (now - start < cycles);
 }
 
+// Orders ordinary stores to global memory, of this thread and those that it knows of, before its bulk copies from there.
+MC_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // ---- copies that complete on an mbarrier ------------------------------------------------------------------------
 MC_DEVICE uint64_t evict_first_policy() {
   uint64_t policy;

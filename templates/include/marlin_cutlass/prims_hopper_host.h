@@ -22,6 +22,8 @@ MC_DEVICE void mbarrier_wait_cluster(smem_addr_t bar, uint32_t parity) { emu_mba
 
 // Orders ordinary stores to shared memory before bulk copies and wgmma that touch the same bytes.
 MC_DEVICE void fence_proxy_async() { emu_fence_proxy_async(); }
+// Orders ordinary stores to global memory, of this thread and those that it knows of, before bulk copies from there.
+MC_DEVICE void fence_proxy_async_global() { emu_fence_proxy_async_global(); }
 
 // ---- copies that complete on an mbarrier ------------------------------------------------------------------------
 MC_DEVICE uint64_t evict_first_policy() { return 0; }

@@ -106,7 +106,9 @@ MC_DEVICE F32x4 ld_global_cg_f32x4(const float* p) {
 }
 MC_DEVICE void st_global_cg_f32x4(float* p, F32x4 v) { emu_st_global(p, 16, &v); }
 MC_DEVICE uint32_t ld_acquire(const uint32_t* p) { return emu_ld_acquire(p); }
+MC_DEVICE void st_relaxed(uint32_t* p, uint32_t v) { emu_st_relaxed(p, v); }
 MC_DEVICE void st_release(uint32_t* p, uint32_t v) { emu_st_release(p, v); }
+MC_DEVICE void add_release(uint32_t* p, uint32_t v) { emu_atomic_add_release(p, v); }
 MC_DEVICE uint32_t fetch_add_acq_rel(uint32_t* p, uint32_t v) { return emu_atomic_add_release(p, v); }
 MC_DEVICE void wait_flag(const uint32_t* p, uint32_t value) { emu_wait_flag(p, value); }
 

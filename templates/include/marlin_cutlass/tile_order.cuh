@@ -33,9 +33,31 @@ MC_DEVICE int range_begin(int total, int cta, int ctas) {
   return each * cta + (cta < more ? cta : more);
 }
 
-// Stream-K: whole tiles, which come first in the order of tiles, and the k steps of the tiles behind them, which are cut into ranges.
-MC_DEVICE int whole_tiles(const GemmParams& p) { return p.whole_passes * static_cast<int>(grid_size()); }
-MC_DEVICE int range_units(const GemmParams& p) { return (p.m_tiles * p.n_tiles - whole_tiles(p)) * p.k_steps; }
+// Stream-K: whole tiles, which come first in the order of tiles, and the k steps of the tiles behind them, which are cut into ranges. Each of
+// `workers` takes a range: a CTA, or the cluster of those that share activations, whose tiles lie side by side.
+struct StreamRanges {
+  int workers, whole, units;  // whole: tiles
+
+  MC_DEVICE StreamRanges(const GemmParams& p, int multicast) {
+    workers = grid_size() / multicast;
+    whole = p.whole_passes * workers;
+    units = (p.m_tiles * p.n_tiles - whole) * p.k_steps;
+  }
+  MC_DEVICE int begin(int worker) const { return range_begin(units, worker, workers); }
+  // The worker that holds the first k step of tile `tile`, one that is cut.
+  MC_DEVICE int first_sharer(const GemmParams& p, int tile) const {
+    const int unit = (tile - whole) * p.k_steps, each = units / workers, more = units - each * workers;
+    const int longer = (each + 1) * more;  // units of the workers that take one more
+    return unit < longer ? unit / (each + 1) : more + (unit - longer) / each;
+  }
+  // First worker behind `worker` whose range lies wholly behind tile `tile`.
+  MC_DEVICE int end_of_sharers(const GemmParams& p, int tile, int worker) const {
+    const int tile_end = (tile - whole + 1) * p.k_steps;
+    int last = worker + 1;
+    while (last < workers && begin(last) < tile_end) ++last;
+    return last;
+  }
+};
 
 // The segments of this CTA, in order. Stream-K: its range, then its whole tiles: partial sums are handed over early, and nobody waits for one behind
 // another CTA's whole tiles.
@@ -43,9 +65,10 @@ template <Decomposition kDecomposition, int kSplit, int kMulticast = 1> struct W
   MC_DEVICE WorkLoop(const GemmParams& p, int cta, int rank) : p_(p), k_steps_(p.k_steps) {
     const int tiles = p.m_tiles * p.n_tiles;
     if constexpr (kRanges) {
-      const int units = kWholeTiles ? range_units(p) : tiles * k_steps_;
-      position_ = range_begin(units, cta, grid_size());
-      end_ = range_begin(units, cta + 1, grid_size());
+      const int worker = cta / kMulticast, workers = static_cast<int>(grid_size()) / kMulticast;
+      const int units = kWholeTiles ? StreamRanges(p, kMulticast).units : tiles * k_steps_;
+      position_ = range_begin(units, worker, workers);
+      end_ = range_begin(units, worker + 1, workers);
     } else if constexpr (kDecomposition == Decomposition::kSplitK) {  // one tile for each `kSplit` CTAs
       position_ = cta / kSplit;
       end_ = position_ + 1;
@@ -66,9 +89,9 @@ template <Decomposition kDecomposition, int kSplit, int kMulticast = 1> struct W
       if constexpr (kWholeTiles) {
         // Behind the range a step of the position is a whole tile. Without branches: else the compiler makes a copy of the main loop for each.
         const bool whole = position_ >= end_;
-        const int tile = block_index() + (position_ - end_) * static_cast<int>(grid_size());
+        const int workers = static_cast<int>(grid_size()) / kMulticast, tile = block_index() / kMulticast + (position_ - end_) * workers;
         position_ += whole ? 1 : s.k_end - s.k_begin;
-        s = {whole ? tile : s.tile + whole_tiles(p_), whole ? 0 : s.k_begin, whole ? k_steps_ : s.k_end};
+        s = {whole ? tile : s.tile + p_.whole_passes * workers, whole ? 0 : s.k_begin, whole ? k_steps_ : s.k_end};
       } else {
         position_ += s.k_end - s.k_begin;
       }

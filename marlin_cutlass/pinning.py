@@ -1,0 +1,135 @@
+"""Kernels chosen by what a model's own step takes, in the place of the dispatch table's bursts.
+
+The table holds what is fastest in a chain of the same product. In a decode step small kernels stand
+between products, so that rings of weights are full when rows arrive, and large weights run at the
+power limit: other kernels of the same table may win there by a few percent (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from . import dispatch, library
+from .nn import QuantLinear
+
+# A kernel must make the step shorter by more than what two runs of the same step differ by.
+LEAST_GAIN = 0.005
+SHORT_DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What `pin_kernels` found for the layers of one shape."""
+
+    in_features: int
+    out_features: int
+    layers: int  # of that shape
+    kernel: str | None  # None: the table's choice stays
+    seconds: float  # of the step with it
+    table_seconds: float  # of the step before
+
+
+def pin_kernels(
+    model: nn.Module,
+    rows: int,
+    measure: Callable[[], float],
+    *,
+    least_gain: float = LEAST_GAIN,
+) -> list[Pin]:
+    """Pin, for calls with exactly `rows` rows, the kernels with which measure() is smallest.
+
+    model: holds QuantLinear layers on one CUDA device. rows: of the activations of a step, which is
+    the batch where a step decodes one token. measure: seconds of a step as it will run, with fresh
+    CUDA graphs where it uses any, since a captured graph keeps the kernels it was captured with.
+    It is called once for each candidate and at most three times more for each shape. Layers of one
+    shape and format are pinned together, the largest shapes first, each given those before it.
+
+    Candidates are the kernels of the table with the family and row tile of its choice. Unless one
+    makes the step shorter by `least_gain` (0.005: half a percent) the table's choice stays. Calls
+    with other numbers of rows, state dicts and saved models know of no pins;
+    `QuantLinear.pin(rows, None)` takes one back. If measure() raises, the error goes on and the
+    pins of the shape at hand are those of before.
+
+    Returns what was found, by shape. Raises ValueError for a model without QuantLinear layers or
+    with some elsewhere than on one CUDA device, for rows < 1, for times that are none.
+    """
+    if not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows={rows!r}: a positive whole number is required")
+    if not 0 <= least_gain < 1:
+        raise ValueError(f"least_gain={least_gain!r}: a share from 0 to 1 is required")
+    return [_pin_group(layers, rows, measure, least_gain) for layers in _by_form(model)]
+
+
+def _by_form(model: nn.Module) -> list[list[QuantLinear]]:
+    """Layers of one shape and format together, most bytes first."""
+    groups: dict[tuple, list[QuantLinear]] = {}
+    for layer in model.modules():
+        if isinstance(layer, QuantLinear):
+            form = (layer.in_features, layer.out_features, layer.dtype, layer.group_size)
+            groups.setdefault((*form, layer.has_zeros, layer.sparse), []).append(layer)
+    if not groups:
+        raise ValueError("model has no QuantLinear layer to pin a kernel for")
+    devices = {layer.device for layers in groups.values() for layer in layers}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        where = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"the model's QuantLinear layers are on {where}: one CUDA device is required"
+        )
+    return sorted(groups.values(), key=lambda g: -sum(layer.packed.numel() for layer in g))
+
+
+def candidates(layer: QuantLinear, rows: int) -> list[str]:
+    """Names of the kernels to try: the table's choice's family and row tile, without itself."""
+    device = torch.cuda.get_device_properties(layer.device)
+    table = library.table_for_capability(device.major, device.minor)
+    form = (SHORT_DTYPES[layer.dtype], layer.has_zeros)
+    group, sms = layer.group_size, device.multi_processor_count
+    n, k = layer.out_features, layer.in_features
+    choice, _ = table.select(rows, n, k, group, *form, sms, layer.sparse)
+    return [kernel.name for kernel in _alike(table, choice)]
+
+
+def _alike(table: dispatch.Table, choice: dispatch.Kernel) -> Iterator[dispatch.Kernel]:
+    for kernel in table.kernels:
+        same = (kernel.family, kernel.format, kernel.m_tile)
+        if same == (choice.family, choice.format, choice.m_tile) and kernel.name != choice.name:
+            yield kernel
+
+
+def _pin_group(
+    layers: list[QuantLinear], rows: int, measure: Callable[[], float], least_gain: float
+) -> Pin:
+    def timed(kernel: str | None) -> float:
+        _pin_all(layers, rows, kernel)
+        seconds = float(measure())
+        if not math.isfinite(seconds) or seconds <= 0:
+            raise ValueError(f"measure() returned {seconds!r}: seconds of a step are required")
+        return seconds
+
+    before = {id(layer): layer.pins.get(rows) for layer in layers}
+    shape = (layers[0].in_features, layers[0].out_features, len(layers))
+    try:
+        table = seconds = timed(None)
+        times = {name: timed(name) for name in candidates(layers[0], rows)}
+        best = min(times, key=times.__getitem__, default=None)
+        if best is not None and times[best] < table:
+            # Both once more: the smallest of many times is small by chance as well.
+            table, seconds = min(table, timed(None)), max(times[best], timed(best))
+        if not seconds < table * (1 - least_gain):
+            best, seconds = None, table
+    except BaseException:
+        for layer in layers:
+            layer.pin(rows, before[id(layer)])
+        raise
+    _pin_all(layers, rows, best)
+    return Pin(*shape, best, seconds, table)
+
+
+def _pin_all(layers: Iterable[QuantLinear], rows: int, kernel: str | None) -> None:
+    for layer in layers:
+        layer.pin(rows, kernel)

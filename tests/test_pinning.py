@@ -1,0 +1,151 @@
+"""Kernels pinned by what a step takes: which calls they hold for, and how they are chosen."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import fake_cuda
+import pytest
+import torch
+from torch import nn
+
+import marlin_cutlass as mc
+from marlin_cutlass import QuantLinear, ops, pin_kernels, pinning
+
+SMALL, LARGE = (128, 64), (512, 512)
+
+
+def model_of(*shapes: tuple[int, int]) -> nn.Sequential:
+    return nn.Sequential(*(QuantLinear(k, n) for k, n in shapes))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that say they are on a GPU, and three kernels for every shape."""
+    monkeypatch.setattr(QuantLinear, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(pinning, "candidates", lambda layer, rows: ["a", "b", "c"])
+
+
+class Step:
+    """Seconds of a step in which each layer's pinned kernel takes what `costs` says."""
+
+    def __init__(self, model: nn.Module, costs: dict, rows: int = 16) -> None:
+        self.model, self.costs, self.rows, self.calls = model, costs, rows, 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        layers = [m for m in self.model.modules() if isinstance(m, QuantLinear)]
+        return sum(self.costs[x.in_features, x.pins.get(self.rows)] for x in layers)
+
+
+def test_pins_the_best_of_each_shape(on_gpu: None) -> None:
+    model = model_of(SMALL, LARGE, SMALL)
+    costs = {(128, None): 2.0, (128, "a"): 1.0, (128, "b"): 1.5, (128, "c"): 3.0}
+    costs |= {(512, None): 5.0, (512, "a"): 6.0, (512, "b"): 5.5, (512, "c"): 5.2}
+    step = Step(model, costs)
+    found = pin_kernels(model, 16, step)
+    # The largest first, and the table's choice where nothing is better.
+    assert [(p.in_features, p.layers, p.kernel) for p in found] == [(512, 1, None), (128, 2, "a")]
+    assert (found[0].seconds, found[0].table_seconds) == (9.0, 9.0)
+    assert (found[1].seconds, found[1].table_seconds) == (7.0, 9.0)
+    assert [layer.pins for layer in model] == [{16: "a"}, {}, {16: "a"}]
+    assert step.calls == 4 + 4 + 2
+
+
+def test_a_gain_too_small_is_none(on_gpu: None) -> None:
+    model = model_of(SMALL)
+    costs = {(128, None): 1.0, (128, "a"): 0.996, (128, "b"): 1.0, (128, "c"): 2.0}
+    assert pin_kernels(model, 16, Step(model, costs))[0].kernel is None
+    assert pin_kernels(model, 16, Step(model, costs), least_gain=0.003)[0].kernel == "a"
+
+
+def test_a_lucky_time_does_not_decide(on_gpu: None) -> None:
+    model, times = model_of(SMALL), iter((1.0, 0.9, 1.1, 1.1, 1.0, 1.02))
+    assert pin_kernels(model, 16, lambda: next(times))[0].kernel is None
+    assert model[0].pins == {}
+
+
+def test_an_error_takes_pins_back(on_gpu: None) -> None:
+    model = model_of(SMALL)
+    model[0].pin(16, "before")
+
+    def fails() -> float:
+        if model[0].pins.get(16) == "b":
+            raise RuntimeError("out of memory")
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pin_kernels(model, 16, fails)
+    assert model[0].pins == {16: "before"}
+    for wrong in (float("nan"), 0.0, -1.0):
+        with pytest.raises(ValueError, match="seconds of a step are required"):
+            pin_kernels(model, 16, lambda wrong=wrong: wrong)
+    assert model[0].pins == {16: "before"}
+
+
+def test_bad_arguments() -> None:
+    layer = QuantLinear(*SMALL)
+    for rows in (0, -1, 1.5, "16"):
+        with pytest.raises(ValueError, match="rows="):
+            layer.pin(rows, "name")
+        with pytest.raises(ValueError, match="rows="):
+            pin_kernels(layer, rows, lambda: 1.0)
+    with pytest.raises(TypeError, match="kernel=3 must be the name"):
+        layer.pin(1, 3)
+    with pytest.raises(ValueError, match=r"least_gain=1\.5"):
+        pin_kernels(layer, 1, lambda: 1.0, least_gain=1.5)
+    with pytest.raises(ValueError, match="no QuantLinear layer"):
+        pin_kernels(nn.Linear(4, 4), 1, lambda: 1.0)
+    with pytest.raises(ValueError, match="on cpu: one CUDA device is required"):
+        pin_kernels(layer, 1, lambda: 1.0)
+
+
+def test_a_pin_holds_for_its_rows_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = QuantLinear(*SMALL)
+    layer.pin(4, "name")
+    asked = []
+    monkeypatch.setattr(ops, "forced_code", lambda *a: asked.append(a[:2]) or 7)
+    on_gpu = {
+        rows: SimpleNamespace(numel=lambda rows=rows: rows * 128, is_cuda=True) for rows in (3, 4)
+    }
+    assert (layer._variant(on_gpu[3]), layer._variant(on_gpu[4])) == (ops.AUTO, 7)
+    assert asked == [("name", False)]
+    x = torch.randn(2, 2, 128).half()  # four rows, on the CPU: the reference, as without a pin
+    assert torch.equal(layer(x), QuantLinear(*SMALL)(x)) and len(asked) == 1
+
+
+def test_pins_are_no_state() -> None:
+    layer = QuantLinear(*SMALL)
+    layer.pin(4, "name")
+    assert "pins" not in "".join(layer.state_dict())
+    assert copy.deepcopy(layer).pins == {4: "name"} and QuantLinear(*SMALL).pins == {}
+    layer.pin(4, None)
+    layer.pin(5, None)  # there was none
+    assert layer.pins == {}
+
+
+def test_candidates_share_family_and_row_tile_of_the_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = [
+        fake_cuda.kernel("hopper", m_tile=16, n_sm=64),
+        fake_cuda.kernel("hopper", m_tile=16, n_sm=128),
+        fake_cuda.kernel("hopper", m_tile=16, n_sm=256),
+        fake_cuda.kernel("hopper", m_tile=32, n_sm=64),
+        fake_cuda.kernel("hopper", "bf16", m_tile=16, n_sm=64),
+        fake_cuda.kernel("ampere", m_tile=16),
+    ]
+    names = [entry["name"] for entry in entries]
+    kernels = [
+        SimpleNamespace(**e, format=(e["dtype"], e["zeros"], e["group_size"])) for e in entries
+    ]
+    table = SimpleNamespace(kernels=kernels, select=lambda *a: (kernels[1], None))
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(pinning.library, "table_for_capability", lambda *capability: table)
+    assert pinning.candidates(QuantLinear(*SMALL), 16) == [names[0], names[2]]
+
+
+def test_is_public() -> None:
+    assert mc.pin_kernels is pin_kernels and "pin_kernels" in mc.__all__
