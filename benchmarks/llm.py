@@ -3,7 +3,7 @@
     python benchmarks/llm.py                                          # all models, batches 1..128
     python benchmarks/llm.py --models llama2-7b --batches 1,16,64 --budget 240
     python benchmarks/llm.py --models llama3-70b-half --gpus 2        # tensor parallel
-    python benchmarks/llm.py --models llama2-7b --pin                 # kernels by what a step takes
+    python benchmarks/llm.py --models llama2-7b --pin-step            # kernels by what a step takes
     python benchmarks/llm.py --models llama2-7b --pdl off --profile   # where the time goes
     python benchmarks/llm.py --replot results/llm.json                # tables and plot, no GPU
 
@@ -37,6 +37,7 @@ from marlin_cutlass.bench import Budget, environment
 
 TOKENS_IN = TOKENS_OUT = 64
 REPEATS = 5  # the median counts
+PIN_STEPS = 24  # that time one candidate of a pinned kernel
 KINDS = ("fp16", "int4")
 MIN_COSINE = 0.98  # of logits by prefill and by a captured step: random models amplify rounding
 MAX_ERROR = 4e-3  # of a layer's product against the dequantised weight, relative to the largest
@@ -174,27 +175,26 @@ def measure(model: Model, batch: int, options: dict[str, Any]):
 
 @torch.no_grad()
 def pin(model: Model, batch: int, tokens: tuple[int, int]) -> list[str]:
-    """Pins kernels by what a decode step of `batch` sequences takes; says which."""
-    device, total = model.start.device, sum(tokens)
+    """Pins kernels by what decode steps of `batch` sequences take; says which, and the gain."""
+    device, steps = model.start.device, min(PIN_STEPS, tokens[1] - 1)
     prompt = torch.randint(0, model.config.vocab_size, (batch, tokens[0]), device=device)
 
     def seconds() -> float:
-        decoder = Decoder(model, batch, total + 8)
+        decoder = Decoder(model, batch, sum(tokens) + 8)
         decoder.prefill(prompt)
         decoder.capture()
         times = []
-        while len(times) < 3:
+        while len(times) < 2:
             decoder.prefill(prompt)
             now = clock(device)
             start = now()
-            decoder.decode(tokens[1] - 1)
+            decoder.decode(steps)
             times.append(now() - start)
-        return min(times[1:]) / 1e3  # the first one warms up
+        return times[1] / steps / 1e3  # the first one warms up
 
     return [
-        f"{p.out_features} x {p.in_features}: {p.kernel}, a step"
-        f" {p.table_seconds / (tokens[1] - 1) * 1e3:.3f} ->"
-        f" {p.seconds / (tokens[1] - 1) * 1e3:.3f} ms"
+        f"{p.out_features} x {p.in_features}: {p.kernel},"
+        f" a step {p.table_seconds * 1e3:.3f} -> {p.seconds * 1e3:.3f} ms"
         for p in pin_kernels(model, batch, seconds)
         if p.kernel
     ]
@@ -318,7 +318,7 @@ def main(
     ] = "auto",
     prefill_graph: Annotated[bool, typer.Option(help="prefill as a CUDA graph")] = True,
     pin_step: Annotated[
-        bool, typer.Option("--pin", help="INT4: kernels by what a step takes (pin_kernels)")
+        bool, typer.Option(help="INT4: kernels by what a step takes (pin_kernels)")
     ] = False,
     profile: Annotated[
         bool, typer.Option(help="a step by kind of kernel; may slow later cells down")

@@ -110,7 +110,9 @@ class TuningFile:
             figures = {"us": us, "us_pdl": found.us_pdl}
             rounded = {name: round(x, 3) for name, x in figures.items() if x is not None}
             date = self.head["date"][:10]
-            self.entries[key] = {**shape, **rounded, "cubin": cubin, "date": date}
+            step = self.entries.get(key, {}).get("step")
+            said = {"step": step} if step else {}  # by a person, from a run of its own
+            self.entries[key] = {**shape, **rounded, "cubin": cubin, "date": date, **said}
 
     def known(self, n: int, k: int, m: int, fmt: Format) -> dict[str, dict[str, Any]]:
         """Entries and refusals of one cell by geometry."""

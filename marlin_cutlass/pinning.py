@@ -19,6 +19,7 @@ from .nn import QuantLinear
 
 # A kernel must make the step shorter by more than what two runs of the same step differ by.
 LEAST_GAIN = 0.005
+TURNS = 2  # of the best candidate beside the table's choice
 SHORT_DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -46,8 +47,8 @@ def pin_kernels(
     model: holds QuantLinear layers on one CUDA device. rows: of the activations of a step, which is
     the batch where a step decodes one token. measure: seconds of a step as it will run, with fresh
     CUDA graphs where it uses any, since a captured graph keeps the kernels it was captured with.
-    It is called once for each candidate and at most three times more for each shape. Layers of one
-    shape and format are pinned together, the largest shapes first, each given those before it.
+    It is called once for each candidate and five times more for each shape. Layers of one shape and
+    format are pinned together, the largest shapes first, each given those before it.
 
     Candidates are the kernels of the table with the family and row tile of its choice. Unless one
     makes the step shorter by `least_gain` (0.005: half a percent) the table's choice stays. Calls
@@ -114,12 +115,12 @@ def _pin_group(
     before = {id(layer): layer.pins.get(rows) for layer in layers}
     shape = (layers[0].in_features, layers[0].out_features, len(layers))
     try:
-        table = seconds = timed(None)
+        measure()  # warms up: the first step after a pause finds a cool GPU, and would look fast
         times = {name: timed(name) for name in candidates(layers[0], rows)}
+        # The smallest of many times is small by chance as well: once more, in turns.
         best = min(times, key=times.__getitem__, default=None)
-        if best is not None and times[best] < table:
-            # Both once more: the smallest of many times is small by chance as well.
-            table, seconds = min(table, timed(None)), max(times[best], timed(best))
+        pairs = [(timed(None), timed(best)) for _ in range(TURNS)] if best else [(timed(None),) * 2]
+        table, seconds = (sum(column) / len(column) for column in zip(*pairs))
         if not seconds < table * (1 - least_gain):
             best, seconds = None, table
     except BaseException:

@@ -17,6 +17,7 @@ from reference import has_running_scale, nearest, to_numpy
 from emulator import gemm
 from emulator.__main__ import main
 from emulator.build import ROOT
+from generator import legality
 from generator.arch import ARCHS
 from generator.space import default_space
 from generator.variant import Variant
@@ -171,21 +172,37 @@ def test_sums_do_not_depend_on_the_schedule() -> None:
     "name",
     [
         "w4a16_hopper_f16_g128_m16_n128k256_w2x2_p8_streamk_c1",
-        "w4a16_hopper_f16_g128_m128_n128k128_w2x1_p5_streamk_c1",
+        "w4a16_hopper_f16_g128_m16_n256k256_w4x1_p4_streamk_c1",
+        "w4a16_hopper_f16_g128_m48_n128k128_w2x2_p8_streamk_c1",
         "w4a16_hopper_bf16z_g128_m8_n128k256_w2x2_p8_streamk_c1",
+        "w4a16_hopper_f16_g128_m128_n128k128_w2x1_p5_streamk_c1_mc2",
+        "w4a16_hopper_f16_g128_m64_n128k256_w2x1_p4_streamk_c1_mc2",
     ],
 )
 def test_stream_k_of_whole_tiles_and_ranges(name: str) -> None:
-    """Nine tiles on 2 to 9 CTAs: whole passes and what is left behind them, many sharers of it, a
-    pass that is cut as well, and no rest at all."""
+    """Nine tiles for one CTA, or cluster, to nine: whole passes and what is cut behind them, ranges
+    shorter and longer than a tile, and no rest at all."""
     variant = Variant.parse(name)
-    case = make_case(variant, 2 * variant.m_tile + 3, 2 * variant.n_sm + 8, 1280)
+    columns = 2 * variant.n_sm * variant.multicast + 8
+    case = make_case(variant, 2 * variant.m_tile + 3, columns, 1280)
     seen = set()
-    for sms in (2, 3, 4, 5, 7, 8, 9):
-        schedule = case.check(sms=sms, seed=sms).schedule
-        assert schedule.tiles == 9
-        seen.add((schedule.whole_passes, schedule.tiles - schedule.whole_passes * sms))
-    assert seen == {(4, 1), (3, 0), (1, 5), (1, 4), (0, 9), (1, 0)}
+    for workers in (2, 3, 4, 5, 7, 8, 9):
+        schedule = case.check(sms=workers * variant.multicast, seed=workers).schedule
+        assert (schedule.tiles, schedule.workers) == (9, workers)
+        seen.add((schedule.whole_passes, schedule.tiles - schedule.whole_passes * workers))
+    assert seen == {(3, 3), (3, 0), (1, 5), (0, 9), (1, 0)}
+
+
+@pytest.mark.parametrize("multicast", (1, 2))
+@pytest.mark.parametrize("tile", ("m24_n256k128_w4x1", "m32_n64k128_w1x1", "m16_n192k128_w3x1"))
+def test_partial_sums_that_take_several_stages_or_part_of_one(tile: str, multicast: int) -> None:
+    """Also of more columns than activations or weights of a stage have room for."""
+    name = f"w4a16_hopper_f16_g128_{tile}_p4_streamk_c1" + f"_mc{multicast}" * (multicast > 1)
+    variant = Variant.parse(name)
+    assert legality.why_not(variant, ARCHS["sm_90a"]) is None
+    case = make_case(variant, variant.m_tile + 1, 3 * variant.n_sm * multicast, 640)
+    for workers in (4, 5, 11):
+        case.check(sms=workers * multicast, seed=workers)
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,8 @@ def test_a_tile_that_is_illegal_alone_is_illegal_in_every_way():
         for p in range(2, 11)
         for d, s, mc in (
             ("data_parallel", 1, 1), ("data_parallel", 1, 2), ("data_parallel", 1, 4),
-            ("stream_k", 1, 1), ("split_k", 2, 1), ("split_k", 4, 1),
+            ("stream_k", 1, 1), ("stream_k", 1, 2), ("stream_k", 1, 4),
+            ("split_k", 2, 1), ("split_k", 4, 1),
             ("hybrid", 1, 1), ("hybrid", 1, 2), ("hybrid", 1, 4),
         )
         for c in (1, 2)
