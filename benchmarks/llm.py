@@ -182,7 +182,8 @@ def pin(model: Model, batch: int, tokens: tuple[int, int]) -> list[str]:
     def seconds() -> float:
         decoder = Decoder(model, batch, sum(tokens) + 8)
         decoder.prefill(prompt)
-        decoder.capture()
+        if device.type == "cuda":
+            decoder.capture()
         times = []
         while len(times) < 2:
             decoder.prefill(prompt)
@@ -337,6 +338,8 @@ def main(
         if plot_file:
             console.print(f"plot: {plot(report, plot_file)}")
         return
+    if pin_step and gpus > 1:
+        raise typer.BadParameter("--pin-step is for one GPU: ranks would choose different kernels")
     if layers is None and not torch.cuda.is_available():
         raise typer.BadParameter(
             "no GPU here; use --replot with a recorded JSON, or --layers 1 to try it out on the CPU"

@@ -138,6 +138,11 @@ def _decomposition(v: Variant, arch: Arch) -> Iterator[str]:
 def _multicast(v: Variant) -> Iterator[str]:
     if not v.hopper or v.decomposition == "split_k":
         yield f"multicast={v.multicast} needs family=hopper and another decomposition than split_k"
+    if v.decomposition == "stream_k" and v.multicast > 2:
+        yield (
+            f"multicast={v.multicast}: clusters of {v.multicast} do not fill a device, and those of"
+            " stream_k wait for each other"
+        )
     if v.k_sm // 64 % v.multicast:
         yield f"k_sm={v.k_sm} does not divide by 64 x multicast={v.multicast}"
 

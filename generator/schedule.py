@@ -59,7 +59,7 @@ class Schedule:
     split: int
     multicast: int = 1
     hybrid: HybridPartition | None = None
-    whole_passes: int = 0  # stream-K: passes in which every CTA takes a whole tile
+    whole_passes: int = 0  # stream-K: passes in which every worker takes a whole tile
 
     @property
     def workers(self) -> int:

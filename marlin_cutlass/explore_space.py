@@ -29,11 +29,8 @@ SPLITS = (2, 4, 8)
 MULTICASTS = (1, 2, 4)
 TILE_KNOBS = ("m_tile", "n_sm", "k_sm", "warps_n", "warps_k", "stages", "ctas_per_sm")
 PLAIN = {"decomposition": "data_parallel", "split": 1, "multicast": 1}
-SHARING = (
-    "data_parallel",
-    "stream_k",
-    "hybrid",
-)  # decompositions in which CTAs may share activations
+# Decompositions in which CTAs may share activations.
+SHARING = ("data_parallel", "stream_k", "hybrid")
 Overrides = Mapping[str, tuple]
 
 

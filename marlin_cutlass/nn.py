@@ -57,6 +57,7 @@ class QuantLinear(nn.Module):
         self.group_size, self.has_zeros, self.dtype = group_size, zeros, dtype
         self.sparse = sparse
         self.pins: dict[int, str] = {}  # kernel by number of rows; see pin
+        self._pinned: dict[tuple[int, torch.dtype], int] = {}
         size = packed_bytes(in_features, out_features, group_size, zeros, sparse)
         columns = ceil_div(out_features, BLOCK_COLUMNS) * BLOCK_COLUMNS
         self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8, device=device))
@@ -181,27 +182,53 @@ class QuantLinear(nn.Module):
         return cls.from_packed(weight, None if all(missing) else torch.cat(biases))
 
     def pin(self, rows: int, kernel: str | None) -> None:
-        """Use `kernel` (a name or geometry as of `gemm`) for CUDA calls with exactly `rows` rows;
-        None: the table's choice again. A state dict does not hold it. See `pin_kernels`.
+        """Use `kernel` (a name or geometry as of `gemm`) for calls with exactly `rows` rows; None:
+        the table's choice again. See `pin_kernels`.
 
-        Raises ValueError for rows < 1, TypeError for what is no name; a kernel that is not there or
-        is for another format raises at the call.
+        Pin last: layers that are made of this one (`shard`, `fuse`, `fuse_mlps`), state dicts and
+        other devices know nothing of it. Activations of the dtype that the layer does not have take
+        the table's choice where the kernel is not built for it. Under torch.compile a layer with
+        pins is compiled anew for each number of rows.
+
+        Raises TypeError for what is no number or no name, ValueError for rows < 1, for a layer that
+        is not on a GPU, and for a kernel that is not there or for another format.
         """
-        if not isinstance(rows, int) or rows < 1:
-            raise ValueError(f"rows={rows!r}: a positive whole number is required")
-        if kernel is None:
-            self.pins.pop(rows, None)
-        elif isinstance(kernel, str):
-            self.pins[rows] = kernel
-        else:
+        if type(rows) is not int:
+            raise TypeError(f"rows={rows!r} must be a whole number")
+        if rows < 1:
+            raise ValueError(f"rows={rows}: at least one is required")
+        if not (kernel is None or isinstance(kernel, str)):
             raise TypeError(f"kernel={kernel!r} must be the name of a variant, or None")
+        codes = {} if kernel is None else self._codes_of(kernel)
+        for dtype in (torch.float16, torch.bfloat16):
+            self._pinned.pop((rows, dtype), None)
+        self._pinned |= {(rows, dtype): code for dtype, code in codes.items()}
+        self.pins.pop(rows, None)
+        if kernel is not None:
+            self.pins[rows] = kernel
 
-    def _variant(self, a: Tensor) -> int:
-        """The operators' argument for activations `a`: the pinned kernel of so many rows."""
-        kernel = self.pins.get(a.numel() // self.in_features)
-        if kernel is None or not a.is_cuda:
-            return ops.AUTO
-        return ops.forced_code(kernel, False, a, self.weight_packed)
+    def _codes_of(self, kernel: str) -> dict[torch.dtype, int]:
+        """The operators' argument for a named kernel, by dtype of the activations."""
+        from . import library
+
+        if self.device.type != "cuda":
+            raise ValueError(
+                f"kernel={kernel!r} is a CUDA kernel and the layer is on {self.device}"
+            )
+        capability = torch.cuda.get_device_capability(self.device)
+        form = (self.has_zeros, self.group_size, self.sparse)
+        code = library.forced_index(kernel, capability, library.KEYS_DTYPE[self.dtype], *form)
+        other = torch.bfloat16 if self.dtype == torch.float16 else torch.float16
+        try:  # not compiled on demand for a dtype that may never come
+            table = library.table_for_capability(*capability)
+            return {self.dtype: code, other: table.find(kernel, library.KEYS_DTYPE[other], *form)}
+        except ValueError:
+            return {self.dtype: code}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("pins", {})  # pickled before there were pins
+        self.__dict__.setdefault("_pinned", {})
 
     def forward(self, x: Tensor, swiglu: bool = False) -> Tensor:
         """x [..., K] -> [..., N], with swiglu [..., N/2] (see `gemm`), in x's dtype (under
@@ -224,7 +251,9 @@ class QuantLinear(nn.Module):
             self.in_features,
             self.group_size,
             self.has_zeros,
-            self._variant(a) if self.pins else ops.AUTO,
+            self._pinned.get((a.numel() // self.in_features, a.dtype), ops.AUTO)
+            if self._pinned
+            else ops.AUTO,
         )
         if swiglu and needs_grad:
             out = reference.swiglu(out)
@@ -240,7 +269,8 @@ class QuantLinear(nn.Module):
         )
 
     def _apply(self, fn, recurse: bool = True):
-        """`nn.Module._apply`, after which `col_scale` is float32 again."""
+        """`nn.Module._apply`, after which `col_scale` is float32 again. Another device, which has
+        another kernel table, takes pins back."""
         before = self.col_scale
         super()._apply(fn, recurse)
         if self.col_scale.dtype != torch.float32:
@@ -250,6 +280,9 @@ class QuantLinear(nn.Module):
                 self.col_scale = torch.empty_like(self.col_scale, dtype=torch.float32)
             else:  # from the original: a round trip through fp16 would lose bits
                 self.col_scale = before.to(self.col_scale.device)
+        if before.device != self.col_scale.device:
+            self.pins.clear()
+            self._pinned.clear()
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, *rest) -> None:

@@ -8,19 +8,18 @@ power limit: other kernels of the same table may win there by a few percent (doc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from . import dispatch, library
+from . import library
 from .nn import QuantLinear
 
 # A kernel must make the step shorter by more than what two runs of the same step differ by.
 LEAST_GAIN = 0.005
 TURNS = 2  # of the best candidate beside the table's choice
-SHORT_DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class Pin:
     in_features: int
     out_features: int
     layers: int  # of that shape
-    kernel: str | None  # None: the table's choice stays
+    kernel: str | None  # its geometry; None: the table's choice, also where another was pinned
     seconds: float  # of the step with it
-    table_seconds: float  # of the step before
+    table_seconds: float  # of the step with the table's choice
 
 
 def pin_kernels(
@@ -53,14 +52,17 @@ def pin_kernels(
     Candidates are the kernels of the table with the family and row tile of its choice. Unless one
     makes the step shorter by `least_gain` (0.005: half a percent) the table's choice stays. Calls
     with other numbers of rows, state dicts and saved models know of no pins;
-    `QuantLinear.pin(rows, None)` takes one back. If measure() raises, the error goes on and the
-    pins of the shape at hand are those of before.
+    `QuantLinear.pin(rows, None)` takes one back. If measure() raises, the error goes on: shapes
+    that are done stay pinned, the one at hand has the pins of before.
 
-    Returns what was found, by shape. Raises ValueError for a model without QuantLinear layers or
-    with some elsewhere than on one CUDA device, for rows < 1, for times that are none.
+    Returns what was found, by shape. Raises TypeError for rows that are no number, ValueError for
+    rows < 1, a model without QuantLinear layers or with some elsewhere than on one CUDA device, and
+    times that are none.
     """
-    if not isinstance(rows, int) or rows < 1:
-        raise ValueError(f"rows={rows!r}: a positive whole number is required")
+    if type(rows) is not int:
+        raise TypeError(f"rows={rows!r} must be a whole number")
+    if rows < 1:
+        raise ValueError(f"rows={rows}: at least one is required")
     if not 0 <= least_gain < 1:
         raise ValueError(f"least_gain={least_gain!r}: a share from 0 to 1 is required")
     return [_pin_group(layers, rows, measure, least_gain) for layers in _by_form(model)]
@@ -85,21 +87,18 @@ def _by_form(model: nn.Module) -> list[list[QuantLinear]]:
 
 
 def candidates(layer: QuantLinear, rows: int) -> list[str]:
-    """Names of the kernels to try: the table's choice's family and row tile, without itself."""
+    """Geometries of the kernels to try: the table's choice's family and row tile, without it."""
     device = torch.cuda.get_device_properties(layer.device)
     table = library.table_for_capability(device.major, device.minor)
-    form = (SHORT_DTYPES[layer.dtype], layer.has_zeros)
+    form = (library.KEYS_DTYPE[layer.dtype], layer.has_zeros)
     group, sms = layer.group_size, device.multi_processor_count
     n, k = layer.out_features, layer.in_features
     choice, _ = table.select(rows, n, k, group, *form, sms, layer.sparse)
-    return [kernel.name for kernel in _alike(table, choice)]
-
-
-def _alike(table: dispatch.Table, choice: dispatch.Kernel) -> Iterator[dispatch.Kernel]:
-    for kernel in table.kernels:
-        same = (kernel.family, kernel.format, kernel.m_tile)
-        if same == (choice.family, choice.format, choice.m_tile) and kernel.name != choice.name:
-            yield kernel
+    # Without those compiled on demand, of which some exist to be tried.
+    built = table.kernels[: len(table.kernels) - table.on_demand]
+    wanted = (choice.family, choice.format, choice.m_tile)
+    alike = [x for x in built if (x.family, x.format, x.m_tile) == wanted]
+    return [kernel.geometry for kernel in alike if kernel.name != choice.name]
 
 
 def _pin_group(

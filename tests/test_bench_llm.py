@@ -26,6 +26,7 @@ from benchmarks.llm_model import (
 )
 from marlin_cutlass import QuantLinear, dequantize, pack
 from marlin_cutlass.pack import unpack
+from marlin_cutlass.pinning import Pin
 from marlin_cutlass.sharding import fuse_columns, slice_columns
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -525,6 +526,22 @@ def test_a_run_writes_table_json_and_plot_and_can_be_shown_again(small, tmp_path
     assert (tmp_path / "llm.svg").read_text().count("<svg") == 1
     again = call(tmp_path, "--replot", str(tmp_path / "llm.json"))
     assert "small, 5 tokens in / 4 out" in again.output and "2.93" in again.output
+
+
+def test_kernels_pinned_by_a_step_are_named(small, tmp_path, monkeypatch):
+    found = [Pin(64, 128, 2, "w4a16_x", 0.002, 0.003), Pin(64, 64, 2, None, 0.003, 0.003)]
+    seen = []
+
+    def pin_kernels(model, rows, measure):
+        seen.append((rows, measure()))
+        return found
+
+    monkeypatch.setattr(llm, "pin_kernels", pin_kernels)
+    model = llm.Model(llm.configuration("small", 2), "int4")
+    assert llm.pin(model, 3, (5, 4)) == ["128 x 64: w4a16_x, a step 3.000 -> 2.000 ms"]
+    assert seen[0][0] == 3 and 0 < seen[0][1] < 60  # seconds of a step
+    result = call(tmp_path, "--pin-step", "--gpus", "2")
+    assert result.exit_code == 2 and "--pin-step is for one GPU" in result.output
 
 
 def test_the_budget_ends_a_run_cleanly_and_a_broken_model_is_reported(small, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from types import SimpleNamespace
 
 import fake_cuda
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import marlin_cutlass as mc
-from marlin_cutlass import QuantLinear, ops, pin_kernels, pinning
+from marlin_cutlass import QuantLinear, library, ops, pin_kernels, pinning
 
 SMALL, LARGE = (128, 64), (512, 512)
 
@@ -24,6 +25,7 @@ def model_of(*shapes: tuple[int, int]) -> nn.Sequential:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that say they are on a GPU, and three kernels for every shape."""
     monkeypatch.setattr(QuantLinear, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(QuantLinear, "_codes_of", lambda self, kernel: {torch.float16: 7})
     monkeypatch.setattr(pinning, "candidates", lambda layer, rows: ["a", "b", "c"])
 
 
@@ -98,43 +100,83 @@ def test_an_error_takes_pins_back(on_gpu: None) -> None:
 
 def test_bad_arguments() -> None:
     layer = QuantLinear(*SMALL)
-    for rows in (0, -1, 1.5, "16"):
-        with pytest.raises(ValueError, match="rows="):
-            layer.pin(rows, "name")
-        with pytest.raises(ValueError, match="rows="):
+    for rows, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=f"rows={rows}"):
+            layer.pin(rows, None)
+        with pytest.raises(error, match=f"rows={rows}"):
             pin_kernels(layer, rows, lambda: 1.0)
     with pytest.raises(TypeError, match="kernel=3 must be the name"):
         layer.pin(1, 3)
+    with pytest.raises(ValueError, match="kernel='name' is a CUDA kernel and the layer is on cpu"):
+        layer.pin(1, "name")
     with pytest.raises(ValueError, match=r"least_gain=1\.5"):
         pin_kernels(layer, 1, lambda: 1.0, least_gain=1.5)
     with pytest.raises(ValueError, match="no QuantLinear layer"):
         pin_kernels(nn.Linear(4, 4), 1, lambda: 1.0)
     with pytest.raises(ValueError, match="on cpu: one CUDA device is required"):
         pin_kernels(layer, 1, lambda: 1.0)
+    assert layer.pins == {}
 
 
-def test_a_pin_holds_for_its_rows_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+class Table(SimpleNamespace):
+    """Of kernels with the names given; each is for float16."""
+
+    def find(self, name: str, dtype: str, *form: object) -> int:
+        if dtype != "f16" or name not in self.names:
+            raise ValueError(f"kernel={name!r} is not built")
+        return self.names.index(name)
+
+
+@pytest.fixture
+def one_table(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A GPU whose table has kernels "x" and "name"; variants that the operators are given."""
+    table = Table(names=["x", "name"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(library, "table_for_capability", lambda *capability: table)
+    monkeypatch.setattr(library, "forced_index", lambda name, _, *form: table.find(name, *form))
+    monkeypatch.setattr(QuantLinear, "device", torch.device("cuda", 0))
+    calls: list[int] = []
+    monkeypatch.setattr(ops, "GEMM", lambda a, *rest: calls.append(rest[-1]) or a[..., :64])
+    return calls
+
+
+def test_a_pin_holds_for_its_rows_and_dtype(one_table: list[int]) -> None:
     layer = QuantLinear(*SMALL)
     layer.pin(4, "name")
-    asked = []
-    monkeypatch.setattr(ops, "forced_code", lambda *a: asked.append(a[:2]) or 7)
-    on_gpu = {
-        rows: SimpleNamespace(numel=lambda rows=rows: rows * 128, is_cuda=True) for rows in (3, 4)
-    }
-    assert (layer._variant(on_gpu[3]), layer._variant(on_gpu[4])) == (ops.AUTO, 7)
-    assert asked == [("name", False)]
-    x = torch.randn(2, 2, 128).half()  # four rows, on the CPU: the reference, as without a pin
-    assert torch.equal(layer(x), QuantLinear(*SMALL)(x)) and len(asked) == 1
-
-
-def test_pins_are_no_state() -> None:
-    layer = QuantLinear(*SMALL)
-    layer.pin(4, "name")
-    assert "pins" not in "".join(layer.state_dict())
-    assert copy.deepcopy(layer).pins == {4: "name"} and QuantLinear(*SMALL).pins == {}
+    for x in (torch.zeros(4, 128), torch.zeros(2, 2, 128), torch.zeros(3, 128)):
+        layer(x.half())
+    layer(torch.zeros(4, 128).bfloat16())  # for which it is not built
+    assert one_table == [1, 1, ops.AUTO, ops.AUTO]
+    with pytest.raises(ValueError, match="'other' is not built"):
+        layer.pin(4, "other")
+    layer(torch.zeros(4, 128).half())
+    assert one_table[-1] == 1 and layer.pins == {4: "name"}  # as before
+    layer.pin(4, "x")
+    layer(torch.zeros(4, 128).half())
     layer.pin(4, None)
     layer.pin(5, None)  # there was none
-    assert layer.pins == {}
+    layer(torch.zeros(4, 128).half())
+    assert one_table[-2:] == [0, ops.AUTO] and layer.pins == {} and layer._pinned == {}
+
+
+def test_pins_are_no_state_and_stay_on_their_device(
+    one_table: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = QuantLinear(*SMALL)
+    layer.pin(4, "name")
+    assert "pin" not in "".join(layer.state_dict())
+    assert copy.deepcopy(layer).pins == {4: "name"} and QuantLinear(*SMALL).pins == {}
+    assert layer.bfloat16().pins == {4: "name"}
+    monkeypatch.setattr(QuantLinear, "device", property(lambda self: self.packed.device))
+    layer.to("meta")
+    assert layer.pins == {} and layer._pinned == {}
+
+
+def test_a_layer_pickled_before_there_were_pins() -> None:
+    old = QuantLinear(*SMALL)
+    del old.pins, old._pinned
+    new = pickle.loads(pickle.dumps(old))
+    assert new.pins == {} and new(torch.zeros(2, 128).half()).shape == (2, 64)
 
 
 def test_candidates_share_family_and_row_tile_of_the_choice(
@@ -147,16 +189,21 @@ def test_candidates_share_family_and_row_tile_of_the_choice(
         fake_cuda.kernel("hopper", m_tile=32, n_sm=64),
         fake_cuda.kernel("hopper", "bf16", m_tile=16, n_sm=64),
         fake_cuda.kernel("ampere", m_tile=16),
+        fake_cuda.kernel("hopper", m_tile=16, n_sm=64, stages=3),  # compiled on demand
     ]
     names = [entry["name"] for entry in entries]
     kernels = [
-        SimpleNamespace(**e, format=(e["dtype"], e["zeros"], e["group_size"])) for e in entries
+        SimpleNamespace(
+            **e, format=(e["dtype"], e["zeros"], e["group_size"]), geometry=f"of {e['name']}"
+        )
+        for e in entries
     ]
-    table = SimpleNamespace(kernels=kernels, select=lambda *a: (kernels[1], None))
+    table = SimpleNamespace(kernels=kernels, on_demand=1, select=lambda *a: (kernels[1], None))
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(pinning.library, "table_for_capability", lambda *capability: table)
-    assert pinning.candidates(QuantLinear(*SMALL), 16) == [names[0], names[2]]
+    monkeypatch.setattr(library, "table_for_capability", lambda *capability: table)
+    expected = [f"of {names[0]}", f"of {names[2]}"]
+    assert pinning.candidates(QuantLinear(*SMALL), 16) == expected
 
 
 def test_is_public() -> None:

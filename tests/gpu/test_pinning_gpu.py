@@ -29,10 +29,11 @@ def test_a_pinned_kernel_runs_for_its_rows() -> None:
         assert torch.equal(layer(x), mc.gemm(x, layer.weight_packed, kernel=name))
         assert torch.equal(layer(x[:3]), mc.gemm(x[:3], layer.weight_packed))
         assert torch.equal(layer(x.view(4, 4, -1)).view(16, -1), layer(x))
-    layer.pin(16, "w4a16_hopper_m99_n128k256_w2x2_p8_dp_c1")
-    with pytest.raises(ValueError, match="is not built"):
-        layer(x)
-    assert layer(x[:3]).shape == (3, 512)
+    with pytest.raises(ValueError, match="m_tile=99"):
+        layer.pin(16, "w4a16_hopper_m99_n128k256_w2x2_p8_dp_c1")
+    assert layer.pins == {16: names[-1]}
+    compiled = torch.compile(layer, fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
 
 
 def test_pins_kernels_of_a_model_by_its_step() -> None:

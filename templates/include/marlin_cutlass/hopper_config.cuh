@@ -123,6 +123,7 @@ struct HopperConfig {
   static_assert(kDecomposition != Decomposition::kHybrid || (kRowBlocks == 1 && kWarpgroupsK == 1), "hybrid: one block a warpgroup");
   static_assert(!kSparse || (is_sparse_group(kGroupSize) && !kZeros_), "sparse: group_size 64, 128 or -1, symmetric");
   static_assert(kDecomposition != Decomposition::kStriped, "the Hopper family calls contiguous ranges stream_k");
+  static_assert(kPartialStages == 0 || (kStageChunks > 0 && !kCluster), "a stage holds a chunk of every warpgroup");
   static_assert(!kRunningScale || kRowBlocks == 1, "running scale: one unit for all sums of a warpgroup");
 
   using Work = WorkLoop<kDecomposition, kSplit, kMulticast>;
@@ -146,7 +147,7 @@ struct HopperConfig {
   // kActivationSums: the activations of a stage have arrived; `full` follows once they are summed.
   MC_DEVICE static smem_addr_t activations(smem_addr_t base, int stage) { return cluster_empty(base, stage); }
   MC_DEVICE static smem_addr_t sums(smem_addr_t base, int stage) { return base + kSumsOffset + stage * (kStageGroups * kGroupSumBytes); }
-  // Stream-K: the partial sum of this CTA has been stored.
+  // Stream-K: the partial sum of this CTA has been stored. A barrier that only clusters which split k use otherwise.
   MC_DEVICE static smem_addr_t handed_over(smem_addr_t base) { return received(base, 0); }
   // Stream-K: where stage `stage` holds chunks of a partial sum.
   MC_DEVICE static smem_addr_t partial(smem_addr_t base, int stage) {

@@ -88,8 +88,9 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
   from.find(p, s);
   wait_for_barriers<C>();
   if (!elect_one()) return;
-  // Stream-K: stages until the partial sum of this CTA is reported. The last of them takes the place of the first one behind that sum's, so that
-  // it has been stored by then.
+  // Stream-K: stages until the partial sum of this CTA is reported. That happens ahead of the stage that reuses the slot of the first one behind
+  // the cut tile's: when consumers free that slot they have stored the sum, so that waiting costs little. The ring has been once around by then,
+  // hence the previous grid has ended (wait_for_weight_stage).
   int until_report = 0, cut_tile = 0;
   while (more) {
     for (int left = s.k_end - s.k_begin; left > 0; --left) {

@@ -29,7 +29,7 @@ struct GemmParams {
   int32_t left_over;        // blocks cut along k in that pass
   int32_t share_each;       // k steps of a cluster's share; the first share_more clusters take one more
   int32_t share_more;
-  // Stream-K, zero elsewhere: passes in which every CTA takes a whole tile; the tiles behind those are cut into equal ranges of k steps.
+  // Stream-K, zero elsewhere: passes in which every CTA, or cluster of those that share activations, takes a whole tile; the tiles behind those are cut into equal ranges of k steps.
   int32_t whole_passes;
 };
 

@@ -136,8 +136,8 @@ MC_DEVICE uint32_t fetch_add_acq_rel(uint32_t* p, uint32_t v) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
 }
-// Spins until *p == value. Bounded: traps after about ten seconds, so that a lost flag is an error and not a hang. Under racecheck a kernel takes a
-// thousand times as long.
+// Spins until *p == value. Bounded: traps after about ten seconds, so that a lost flag is an error and not a hang. Under racecheck kernels
+// take far longer.
 #ifdef MC_RACECHECK
 constexpr uint32_t kFlagTries = 1u << 31;
 #else
