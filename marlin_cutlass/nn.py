@@ -185,8 +185,8 @@ class QuantLinear(nn.Module):
         """Use `kernel` (a name or geometry as of `gemm`) for calls with exactly `rows` rows; None:
         the table's choice again. See `pin_kernels`.
 
-        Pin last: layers that are made of this one (`shard`, `fuse`, `fuse_mlps`), state dicts and
-        other devices know nothing of it. Activations of the dtype that the layer does not have take
+        Pin last: copies, pickles and layers made of this one (`shard`, `fuse`, `fuse_mlps`), state
+        dicts and other devices know nothing of it. Activations of the dtype that the layer does not have take
         the table's choice where the kernel is not built for it. Under torch.compile a layer with
         pins is compiled anew for each number of rows.
 
@@ -227,8 +227,8 @@ class QuantLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("pins", {})  # pickled before there were pins
-        self.__dict__.setdefault("_pinned", {})
+        # Places in the kernel table of the process that pinned them; older pickles have none.
+        self.pins, self._pinned = {}, {}
 
     def forward(self, x: Tensor, swiglu: bool = False) -> Tensor:
         """x [..., K] -> [..., N], with swiglu [..., N/2] (see `gemm`), in x's dtype (under

@@ -165,7 +165,8 @@ def test_pins_are_no_state_and_stay_on_their_device(
     layer = QuantLinear(*SMALL)
     layer.pin(4, "name")
     assert "pin" not in "".join(layer.state_dict())
-    assert copy.deepcopy(layer).pins == {4: "name"} and QuantLinear(*SMALL).pins == {}
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), QuantLinear(*SMALL)):
+        assert other.pins == {} and other._pinned == {}
     assert layer.bfloat16().pins == {4: "name"}
     monkeypatch.setattr(QuantLinear, "device", property(lambda self: self.packed.device))
     layer.to("meta")
