@@ -186,9 +186,9 @@ class QuantLinear(nn.Module):
         the table's choice again. See `pin_kernels`.
 
         Pin last: copies, pickles and layers made of this one (`shard`, `fuse`, `fuse_mlps`), state
-        dicts and other devices know nothing of it. Activations of the dtype that the layer does not have take
-        the table's choice where the kernel is not built for it. Under torch.compile a layer with
-        pins is compiled anew for each number of rows.
+        dicts and other devices know nothing of it. Activations of the dtype that the layer does not
+        have take the table's choice where the kernel is not built for it. Under torch.compile a
+        layer with pins is compiled anew for each number of rows.
 
         Raises TypeError for what is no number or no name, ValueError for rows < 1, for a layer that
         is not on a GPU, and for a kernel that is not there or for another format.
