@@ -173,6 +173,16 @@ def test_pins_are_no_state_and_stay_on_their_device(
     assert layer.pins == {} and layer._pinned == {}
 
 
+def test_a_compiled_layer_sees_pins_without_a_graph_break() -> None:
+    layer = QuantLinear(*SMALL)
+    layer._pinned = {(5, torch.float16): 7}  # as on a GPU
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for rows in (4, 3):
+        assert compiled(torch.zeros(rows, 128).half()).shape == (rows, 64)
+    with pytest.raises(ValueError, match="variant=7 is a CUDA kernel"):
+        compiled(torch.zeros(5, 128).half())
+
+
 def test_a_layer_pickled_before_there_were_pins() -> None:
     old = QuantLinear(*SMALL)
     del old.pins, old._pinned
