@@ -173,25 +173,14 @@ def measure(model: Model, batch: int, options: dict[str, Any]):
     return statistics.median(prefill), statistics.median(decode), shares
 
 
-@torch.no_grad()
 def pin(model: Model, batch: int, tokens: tuple[int, int]) -> list[str]:
     """Pins kernels by what decode steps of `batch` sequences take; says which, and the gain."""
-    device, steps = model.start.device, min(PIN_STEPS, tokens[1] - 1)
-    prompt = torch.randint(0, model.config.vocab_size, (batch, tokens[0]), device=device)
+    steps = min(PIN_STEPS, tokens[1] - 1)
+    options = {"tokens": (tokens[0], steps + 1), "repeats": 1}
 
     def seconds() -> float:
-        decoder = Decoder(model, batch, sum(tokens) + 8)
-        decoder.prefill(prompt)
-        if device.type == "cuda":
-            decoder.capture()
-        times = []
-        while len(times) < 2:
-            decoder.prefill(prompt)
-            now = clock(device)
-            start = now()
-            decoder.decode(steps)
-            times.append(now() - start)
-        return times[1] / steps / 1e3  # the first one warms up
+        _, milliseconds, _ = measure(model, batch, options)
+        return milliseconds / steps / 1e3
 
     return [
         f"{p.out_features} x {p.in_features}: {p.kernel},"

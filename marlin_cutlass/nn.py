@@ -14,6 +14,14 @@ from .packed_weight import PackedWeight, check_permutation
 from .sharding import fuse_columns, shard_columns, shard_rows
 
 
+def check_rows(rows: int) -> None:
+    """Raises TypeError or ValueError unless `rows` is a number of rows to pin a kernel for."""
+    if type(rows) is not int:
+        raise TypeError(f"rows={rows!r} must be a whole number")
+    if rows < 1:
+        raise ValueError(f"rows={rows}: at least one is required")
+
+
 class QuantLinear(nn.Module):
     """y = x @ W + bias with INT4 W; a drop-in for `nn.Linear` at inference and under LoRA.
 
@@ -193,10 +201,7 @@ class QuantLinear(nn.Module):
         Raises TypeError for what is no number or no name, ValueError for rows < 1, for a layer that
         is not on a GPU, and for a kernel that is not there or for another format.
         """
-        if type(rows) is not int:
-            raise TypeError(f"rows={rows!r} must be a whole number")
-        if rows < 1:
-            raise ValueError(f"rows={rows}: at least one is required")
+        check_rows(rows)
         if not (kernel is None or isinstance(kernel, str)):
             raise TypeError(f"kernel={kernel!r} must be the name of a variant, or None")
         codes = {} if kernel is None else self._codes_of(kernel)

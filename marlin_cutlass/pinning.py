@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from . import library
-from .nn import QuantLinear
+from .nn import QuantLinear, check_rows
 
 # A kernel must make the step shorter by more than what two runs of the same step differ by.
 LEAST_GAIN = 0.005
@@ -59,10 +59,7 @@ def pin_kernels(
     rows < 1, a model without QuantLinear layers or with some elsewhere than on one CUDA device, and
     times that are none.
     """
-    if type(rows) is not int:
-        raise TypeError(f"rows={rows!r} must be a whole number")
-    if rows < 1:
-        raise ValueError(f"rows={rows}: at least one is required")
+    check_rows(rows)
     if not 0 <= least_gain < 1:
         raise ValueError(f"least_gain={least_gain!r}: a share from 0 to 1 is required")
     return [_pin_group(layers, rows, measure, least_gain) for layers in _by_form(model)]
