@@ -39,6 +39,9 @@ FLAGS = (
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
+    # A compiler that links libstdc++ statically would export its symbols: calls then go to torch's
+    # libstdc++ with objects of the other one, and crash.
+    "-Wl,--exclude-libs,ALL",
     f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
 )
 ERROR_LINES = 20  # of the compiler's output in an error
