@@ -17,7 +17,7 @@ from generator.compile import Record, file_name
 from generator.render import write_if_changed
 from generator.space import Entry
 
-FORMAT = 3  # what kernels find in GemmParams and in the workspace: launchers must agree
+FORMAT = 4  # what kernels find in GemmParams and in the workspace: launchers must agree
 LAYOUT_VERSION = 1
 
 

@@ -24,6 +24,8 @@ RASTER = 8
 # in ranges are at different k steps: where the activations exceed this many bytes, about half of
 # the L2 cache, each would read them from memory. H200, 2026-11-30: docs/performance.md.
 SHARED_ACTIVATIONS = 32 << 20
+# H200, 2026-11-30: none, one and three cost up to 6 % more (docs/performance.md).
+OWNER_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class Schedule:
     multicast: int = 1
     hybrid: HybridPartition | None = None
     whole_passes: int = 0  # stream-K: passes in which every worker takes a whole tile
+    owner_steps: int = 0  # stream-K: k steps that the owner of a cut tile takes beyond its share
+    share_each: int = 0  # of a worker, hybrid and stream-K; the first `share_more` take one more
+    share_more: int = 0
 
     @property
     def workers(self) -> int:
@@ -99,11 +104,16 @@ def make_schedule(problem: ProblemShape, variant: Variant, sms: int) -> Schedule
         )
     grid = _grid(variant, tiles, k_steps, sms * variant.ctas_per_sm)
     hybrid = None
+    whole = owner = each = more = 0
     if variant.decomposition == "hybrid" and grid > 0:
         hybrid = hybrid_partition(problem.n_blocks, k_steps, grid, variant)
-    whole = 0
+        each, more = hybrid.share_each, hybrid.share_more
     if variant.decomposition == "stream_k" and grid > 0:
-        whole = whole_passes(variant, m_tiles, n_tiles, k_steps, grid // variant.multicast)
+        workers = grid // variant.multicast
+        whole = whole_passes(variant, m_tiles, n_tiles, k_steps, workers)
+        cut = tiles - whole * workers
+        owner = owner_steps(variant, cut, k_steps, workers)
+        each, more = divmod(cut * (k_steps - owner), workers)
     partials, flags = _workspace(variant, grid, m_tiles, hybrid)
     return Schedule(
         m_tiles=m_tiles,
@@ -119,6 +129,9 @@ def make_schedule(problem: ProblemShape, variant: Variant, sms: int) -> Schedule
         multicast=variant.multicast,
         hybrid=hybrid,
         whole_passes=whole,
+        owner_steps=owner,
+        share_each=each,
+        share_more=more,
     )
 
 
@@ -139,6 +152,15 @@ def whole_passes(variant: Variant, m_tiles: int, n_tiles: int, k_steps: int, wor
     if passes and rest and activations <= SHARED_ACTIVATIONS:
         passes -= 1
     return passes
+
+
+def owner_steps(variant: Variant, cut: int, k_steps: int, workers: int) -> int:
+    """Stream-K: k steps that the owner of a cut tile takes beyond its share, since what others
+    hand over takes time to arrive. Ranges as long as a tile need none: there every worker hands
+    over first. Each worker keeps a unit at least.
+    """
+    waits = cut < workers and k_steps >= 4 * OWNER_STEPS
+    return OWNER_STEPS if waits and cut * (k_steps - OWNER_STEPS) >= workers else 0
 
 
 def _workspace(
@@ -225,14 +247,16 @@ def _split(schedule: Schedule, cta: int) -> Iterator[Segment]:
 def _ranges(schedule: Schedule, cta: int) -> Iterator[Segment]:
     """A range of the tiles behind the whole ones, then whole tiles (stream-K)."""
     worker, rank = divmod(cta, schedule.multicast)
-    whole = schedule.whole_passes * schedule.workers
-    total = (schedule.tiles - whole) * schedule.k_steps
+    whole, owner = schedule.whole_passes * schedule.workers, schedule.owner_steps
+    units = schedule.k_steps - owner  # of a cut tile: the first is its first owner + 1 k steps
+    total = (schedule.tiles - whole) * units
     position, end = (range_begin(total, w, schedule.workers) for w in (worker, worker + 1))
     while position < end:
-        tile, k_begin = divmod(position, schedule.k_steps)
-        k_end = min(schedule.k_steps, k_begin + end - position)
-        yield _segment(schedule, whole + tile, rank, k_begin, k_end)
-        position += k_end - k_begin
+        tile, first = divmod(position, units)
+        taken = min(units - first, end - position)
+        k_begin = first + owner if first else 0
+        yield _segment(schedule, whole + tile, rank, k_begin, first + taken + owner)
+        position += taken
     for tile in range(worker, whole, schedule.workers):
         yield _segment(schedule, tile, rank, 0, schedule.k_steps)
 

@@ -93,7 +93,7 @@ HOPPER = (
         "17-32, wide N: equal shares of K",
         TILE_LOOP_SPILL,
     ),
-    Row("m32_n256k256_w4x1_p4_hybrid_c1", COMMON, "wide N: equal columns", TILE_LOOP_SPILL),
+    Row("m32_n256k256_w4x1_p4_dp_c1", COMMON, "17-32, wide N, tiles just under one a SM"),
     Row("m32_n256k256_w4x1_p3_hybrid_c1", REST, "wide N, the other formats", TILE_LOOP_SPILL),
     Row(
         "m32_n128k256_w2x2_p6_dp_c1",

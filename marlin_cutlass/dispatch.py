@@ -55,6 +55,7 @@ __all__ = [
 BUILDABLE = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")  # build.py --arch
 RASTER = 8  # row tiles that are neighbours in the order of tiles, as in the launcher
 SHARED_ACTIVATIONS = 32 << 20  # bytes; which tiles stream-K leaves whole, as in the launcher
+OWNER_STEPS = 2  # k steps that stream-K gives the owner of a cut tile, as in the launcher
 INVARIANT_ROWS = 64  # batch-invariant calls take the largest row tile up to this
 
 
@@ -71,6 +72,7 @@ class Schedule:
     partials: int
     flags: int
     whole_passes: int
+    owner_steps: int
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,12 @@ def schedule(kernel: Kernel, m: int, n: int, k: int, sms: int) -> Schedule:
     if kernel.decomposition == "hybrid":
         flags = m_tiles * _hybrid_passes(kernel, n_blocks, grid) * grid
         partials = 2 * flags * kernel.m_tile * BLOCK_COLUMNS
-    whole = _whole_passes(kernel, m_tiles, n_tiles, k_steps, grid // shared)
+    workers = grid // shared
+    whole = _whole_passes(kernel, m_tiles, n_tiles, k_steps, workers)
+    owner = _owner_steps(kernel, tiles - whole * workers, k_steps, workers)
     raster = max(1, min(m_tiles, RASTER))
-    return Schedule(m_tiles, n_tiles, k_steps, raster, grid, kernel.cluster, partials, flags, whole)
+    numbers = (grid, kernel.cluster, partials, flags, whole, owner)
+    return Schedule(m_tiles, n_tiles, k_steps, raster, *numbers)
 
 
 def _whole_passes(kernel: Kernel, m_tiles: int, n_tiles: int, k_steps: int, workers: int) -> int:
@@ -210,6 +215,14 @@ def _whole_passes(kernel: Kernel, m_tiles: int, n_tiles: int, k_steps: int, work
     if passes and rest and activations <= SHARED_ACTIVATIONS:
         passes -= 1
     return passes
+
+
+def _owner_steps(kernel: Kernel, cut: int, k_steps: int, workers: int) -> int:
+    """Stream-K: k steps that the owner of a cut tile takes beyond its share."""
+    if kernel.decomposition != "stream_k" or workers == 0:
+        return 0
+    waits = cut < workers and k_steps >= 4 * OWNER_STEPS
+    return OWNER_STEPS if waits and cut * (k_steps - OWNER_STEPS) >= workers else 0
 
 
 def _hybrid_passes(kernel: Kernel, n_blocks: int, grid: int) -> int:

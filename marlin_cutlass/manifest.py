@@ -22,7 +22,7 @@ from .kernel import (
 )
 from .layout import BLOCK_COLUMNS, LAYOUT_VERSION
 
-MANIFEST_FORMAT = 3  # of generator/manifest.py: kernels of another want another launch
+MANIFEST_FORMAT = 4  # of generator/manifest.py: kernels of another want another launch
 OPEN = 2**31 - 1  # upper bound of a range that the manifest leaves open
 # Beyond these no GPU runs a kernel, and the launcher's arithmetic is checked up to here.
 LARGEST = {

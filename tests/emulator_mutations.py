@@ -218,8 +218,10 @@ HLOOP, HREDUCE = "hopper_mainloop.cuh", "hopper_reduce.cuh"
 ONE_CTA_BEFORE = "add_release(partials_counter(p, owner ? owner - 1 : 0), 1u);"
 FROM_THE_SECOND = "for (int w = worker + 2; w < last; ++w) {"
 NOT_OF_CLUSTER = "wait_for_stage<C>(base, ring);\n      mbarrier_arrive"
-NO_WHOLE_TILES = "tile_end = (tile + 1) * p.k_steps"
+NO_WHOLE_TILES = "tile_end = (tile + 1) * units"
+OWNER = "first > 0 ? first + owner_steps : 0"
 WHOLE_TILES = (19, 1600, 1024)
+LONG_TILES = (16, 740, 2560)  # their owners have more k steps than their share
 
 HOPPER_MUTATIONS = (
     _one(
@@ -228,19 +230,24 @@ HOPPER_MUTATIONS = (
         *(HOPPER, "race"),
     ),
     _one("wgmma_fence missing", *(HLOOP, "wgmma_fence();", ""), *(HOPPER, "wgmma")),
-    _one(
+    Mutation(
         "stage released before its wgmma have finished",
-        *(
-            HLOOP,
-            "wgmma_wait<C::kParts>();",
-            "if (kQuad == kQuads - 1 && held_ < 0) release(stage); wgmma_wait<C::kParts>();",
+        (
+            Edit(HLOOP, "held_ = current;", "release(current);"),
+            Edit(HLOOP, "      release(held_);\n", ""),
         ),
-        *(HOPPER, "race", "mbarrier", "deadlock"),
+        HOPPER,
+        ("race", "mbarrier", "deadlock"),
     ),
     _one(
-        "next stage read without waiting for it",
-        *(HLOOP, "mbarrier_wait(C::full(base_, next.stage), next.phase);", ""),
+        "stage read without waiting for it",
+        *(HLOOP, "mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);", ""),
         *(HOPPER, "race"),
+    ),
+    _one(
+        "stage reported as read by a warpgroup that has read none",
+        *(HLOOP, "quads<0>(held_ >= 0, ", "quads<0>(true, "),
+        *(HOPPER, "race", "mbarrier", "deadlock"),
     ),
     _one(
         "wrong k16 step in the descriptor",
@@ -446,21 +453,33 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "stream-K: every CTA takes the first whole tile",
-        *("tile_order.cuh", "tile = block_index() / kMulticast + (", "tile = ("),
+        *("tile_order.cuh", "behind = block_index() / kMulticast + (", "behind = ("),
         *(HOPPER_STREAM, "race", "output"),
         shape=WHOLE_TILES,
     ),
     _one(
         "stream-K: ranges begin at the first tile",
-        *("tile_order.cuh", "s.tile + p_.whole_passes * workers, whole ? 0", "s.tile, whole ? 0"),
+        *("tile_order.cuh", "tile + p_.whole_passes * workers, whole ? 0", "tile, whole ? 0"),
         *(HOPPER_STREAM, "bounds"),
         shape=WHOLE_TILES,
     ),
     _one(
         "stream-K: sharers sought as if there were no whole tiles",
-        *("tile_order.cuh", "tile_end = (tile - whole + 1) * p.k_steps", NO_WHOLE_TILES),
+        *("tile_order.cuh", "tile_end = (tile - whole + 1) * units", NO_WHOLE_TILES),
         *(HOPPER_STREAM, "deadlock", "values"),
         shape=WHOLE_TILES,
+    ),
+    _one(
+        "stream-K: first k steps of a tile left out",
+        *("tile_order.cuh", OWNER, "first + owner_steps"),
+        *(HOPPER_STREAM, "values", "deadlock", "output"),
+        shape=LONG_TILES,
+    ),
+    _one(
+        "stream-K: last k step of a range done twice",
+        *("tile_order.cuh", OWNER, "first > 0 ? first + owner_steps - 1 : 0"),
+        *(HOPPER_STREAM, "values"),
+        shape=LONG_TILES,
     ),
     _one(
         "cluster: sums sent before the peer has its barriers",
@@ -530,8 +549,8 @@ SPARSE_MUTATIONS = (
         "sparse: places of the first block of the stage only",
         *(
             HLOOP,
-            "ld_shared_u32x4(places_address_ + at + kBlock)",
-            "ld_shared_u32x4(places_address_ + at)",
+            "ld_shared_u32x4(places_at_ + kSparseCodeBytes + kBlock)",
+            "ld_shared_u32x4(places_at_ + kSparseCodeBytes + C::kWeightOffset)",
         ),
         *(HOPPER_SPARSE, "values"),
     ),

@@ -12,7 +12,7 @@ import pytest
 from generator import legality, space
 from generator.arch import ARCHS
 from generator.problem import ProblemShape
-from generator.schedule import MAX_UNITS, make_schedule, range_begin, work
+from generator.schedule import MAX_UNITS, OWNER_STEPS, make_schedule, work
 from generator.variant import Variant
 
 CASES = 3000
@@ -89,10 +89,29 @@ def test_grid_is_resident_where_ctas_wait_for_each_other():
             assert s.grid <= max(sms * v.ctas_per_sm, v.multicast)  # one cluster at least
             assert s.grid == s.workers * v.multicast
             assert all(
-                range_begin(s.tiles * s.k_steps, w, s.workers)
-                < range_begin(s.tiles * s.k_steps, w + 1, s.workers)
-                for w in range(s.workers)
+                next(work(s, w * s.multicast), None) for w in range(s.workers)
             ), "a CTA without work would never raise its flag"
+
+
+def test_owners_of_cut_tiles_have_more_k_steps_than_their_share():
+    rng, variants = random.Random(10), [v for v in _variants() if v.decomposition == "stream_k"]
+    seen = 0
+    for _ in range(600):
+        problem, v, sms = _random_case(rng, variants)
+        s = make_schedule(problem, v, sms)
+        assert s.owner_steps in (0, OWNER_STEPS)
+        if s.owner_steps == 0:
+            continue
+        seen += 1
+        assert s.whole_passes == 0 and s.tiles < s.workers
+        for worker in range(s.workers):
+            mine = list(work(s, worker * s.multicast))
+            owned = sum(segment.k_begin == 0 for segment in mine)
+            steps = sum(segment.k_end - segment.k_begin for segment in mine)
+            extra = owned * OWNER_STEPS
+            assert steps - extra == s.share_each + (worker < s.share_more)
+            assert all(s_.k_end > OWNER_STEPS for s_ in mine), "the first steps stay together"
+    assert seen > 30
 
 
 def test_a_cta_hands_over_at_most_one_partial_and_first():

@@ -111,7 +111,7 @@ MC_EXPORT int mc_select(int major, int minor, const int64_t* shape, int sms, int
   });
 }
 
-// m_tiles, n_tiles, k_steps, raster, grid, cluster, partials, flags, whole_passes of a launch.
+// m_tiles, n_tiles, k_steps, raster, grid, cluster, partials, flags, whole_passes, owner_steps of a launch.
 MC_EXPORT int mc_schedule(const int32_t* fields, int64_t m, int64_t n, int64_t k, int64_t sms, int64_t* out) {
   return guarded(-1, [&] {
     VariantFields v;

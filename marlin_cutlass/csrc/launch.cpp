@@ -156,7 +156,9 @@ void set_params(Plan& p, const Call& call) {
   p.params.k_steps = static_cast<int32_t>(s.k_steps);
   p.params.raster = static_cast<int32_t>(s.raster);
   p.params.whole_passes = static_cast<int32_t>(s.whole_passes);
+  p.params.owner_steps = static_cast<int32_t>(s.owner_steps);
   const VariantFields& v = p.variant->fields;
+  if (static_cast<Decomposition>(v.decomposition) == Decomposition::kStreamK) set_stream_shares(p.params, static_cast<int>(s.grid / v.multicast));
   if (static_cast<Decomposition>(v.decomposition) == Decomposition::kHybrid)
     set_hybrid_partition(p.params, v.n_sm / kBlockColumns, static_cast<int>(s.grid), v.multicast);
 }

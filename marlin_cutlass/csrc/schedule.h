@@ -26,7 +26,7 @@ inline bool is_batch_invariant(const VariantFields& v) {
 }
 
 struct Schedule {
-  int64_t m_tiles, n_tiles, k_steps, raster, grid, cluster, partials, flags, whole_passes;
+  int64_t m_tiles, n_tiles, k_steps, raster, grid, cluster, partials, flags, whole_passes, owner_steps;
 };
 
 // CTAs of one grid that wait for each other: all of them must be resident.
@@ -60,6 +60,16 @@ inline int64_t whole_passes(const VariantFields& v, const Schedule& s) {
   return passes > 0 && rest > 0 && activations <= kSharedActivations ? passes - 1 : passes;
 }
 
+constexpr int64_t kOwnerSteps = 2;  // see OWNER_STEPS in generator/schedule.py
+
+// Stream-K: k steps that the owner of a cut tile takes beyond its share; see owner_steps in generator/schedule.py.
+inline int64_t owner_steps(const VariantFields& v, const Schedule& s) {
+  if (s.grid == 0) return 0;  // no rows
+  const int64_t workers = s.grid / v.multicast, cut = s.m_tiles * s.n_tiles - s.whole_passes * workers;
+  const bool waits = cut < workers && s.k_steps >= 4 * kOwnerSteps;
+  return waits && cut * (s.k_steps - kOwnerSteps) >= workers ? kOwnerSteps : 0;
+}
+
 inline Schedule make_schedule(const VariantFields& v, int64_t m, int64_t n, int64_t k, int64_t sms) {
   Schedule s{};
   s.m_tiles = ceil_div(m, v.m_tile);
@@ -85,7 +95,7 @@ inline Schedule make_schedule(const VariantFields& v, int64_t m, int64_t n, int6
     case Decomposition::kStreamK:  // every CTA of the grid is resident: they wait for each other
       s.grid = std::min(tiles * s.k_steps, clusters) * shared;
       s.partials = s.grid * tile_floats, s.flags = s.grid;
-      if (static_cast<Decomposition>(v.decomposition) == Decomposition::kStreamK) s.whole_passes = whole_passes(v, s);
+      if (static_cast<Decomposition>(v.decomposition) == Decomposition::kStreamK) s.whole_passes = whole_passes(v, s), s.owner_steps = owner_steps(v, s);
       else s.flags *= v.warps_n;
       break;
     case Decomposition::kHybrid:

@@ -67,6 +67,7 @@ struct HopperConfig {
   // Instructions of one commit group: four, or two where registers are short. Fragments alternate between two sets, so that a stage must hold an
   // even number of groups.
   static constexpr bool kFewRegisters = kDecomposition == Decomposition::kHybrid || (kCluster && kWarpgroupsK > 1 && kWarpgroupsN > 1) ||
+                                        (kDecomposition == Decomposition::kStreamK && kWarpgroupsK > 1 && kWarpgroupsN > 1 && kMTile > 16 && kDepthBlocks > 1) ||
                                         (kScaleSums && (kMTile > 16 || (kWarpgroupsK > 1 && kWarpgroupsN > 1))) ||
                                         kRowBlocks * kMTile / 2 + (kSparse ? 80 : 68) > kRegisterCap;
   static constexpr bool kOddQuads = kSparse && kDepthBlocks * kRowBlocks % 2 == 1;

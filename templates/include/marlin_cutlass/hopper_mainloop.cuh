@@ -11,8 +11,11 @@ template <class C> struct HopperMainloop {
   using D = typename C::Dequant;
   static constexpr int kHalves = C::kSparse ? 1 : 2;                        // quads of a block
   static constexpr int kQuads = C::kDepthBlocks * C::kRowBlocks * kHalves;  // quads of one stage, order: depth block, row block, half
+  static constexpr int kBatches = 4 / C::kBatch;  // of a quad
   static constexpr int kQuadDepth = kBlockDepth / kHalves;
   static constexpr int kEntriesPerQuad = C::kGroupSize > 0 && C::kGroupSize < kQuadDepth ? 2 : 1;
+  // Addresses of a stage are kept, but for where registers are short.
+  static constexpr bool kAddresses = !C::kScaleSums || C::kActivationSums;
   static constexpr int kSliceUnits = C::kMTile * 8;  // 16-byte units of a 64-deep slice of activations
   // kScaleSums: quads, and so halves of a block, with the same scales; groups of a stage.
   static constexpr int kGroupQuads = C::kGroupSize == 128 ? 2 : 1, kGroups = kQuads / kGroupQuads;
@@ -28,13 +31,16 @@ template <class C> struct HopperMainloop {
 
   MC_DEVICE HopperMainloop(smem_addr_t base, int warpgroup_n, int warpgroup_k) : base_(base) {
     const int warp = warp_index() & 3, lane = lane_index();
-    const smem_addr_t weights = base + C::kWeightOffset + warpgroup_n * C::kRowBlocks * C::kBlockRowBytes;
+    // Without kWeightOffset, which goes into the loads: ptxas would add it, and keep the sum, in every stage.
+    const smem_addr_t weights = base + warpgroup_n * C::kRowBlocks * C::kBlockRowBytes;
     codes_ = weights + warp * 512 + lane * 16;
-    entries_ = weights + C::kEntryOffset + warp * D::kAtomBytes + (lane >> 2) * D::kEntryBytes;
+    entries_ = weights + warp * D::kAtomBytes + (lane >> 2) * D::kEntryBytes;
     // Two atoms, and so two warps, share their words of places: lanes 0 and 1 of four hold those of the first, 2 and 3 of the second. The
     // instruction takes them from lanes 0 and 1.
-    if constexpr (C::kSparse) places_address_ = weights + kSparseCodeBytes + warp / 2 * 512 + (lane ^ warp % 2 * 2) * 16;
+    if constexpr (C::kSparse) places_address_ = weights + warp / 2 * 512 + (lane ^ warp % 2 * 2) * 16;
     if constexpr (C::kSparse) zero_ = opaque_zero();
+    lane_ = lane;
+    forget(lane_);  // or it is read from a special register again in every stage
     forget(codes_);  // kept in registers: computed again they are three instructions of sixty in every quad
     if constexpr (D::kHasEntries) forget(entries_);
     if constexpr (C::kActivationSums) {
@@ -45,24 +51,36 @@ template <class C> struct HopperMainloop {
     ring_.stage = warpgroup_k;
   }
 
-  // The sum of `steps` stages of this warpgroup in acc. The first product replaces what is there (but where scales act on sums, see begin_sums):
-  // clearing it first would cost 64 or 128 instructions, fetched cold, while data waits.
+  // The sum of `steps` stages of this warpgroup in acc. Tensor cores stand still for about each instruction that is issued beside them
+  // (docs/performance.md), so the loop has as few as can be.
   MC_DEVICE void run(int steps) {
-    if (steps <= 0) return clear();
     begin_sums();
-    mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
-    load_quad<0>(ring_.stage);
-    for (int left = steps; left > 0; --left) stage(left > 1, C::kLookahead ? held_ >= 0 : left < steps);
+    if (steps <= 0) return;
+    await_stage();
+    int left = steps;
+    bool more;
+    do {
+      const int current = ring_.stage;
+      more = left > 1;
+      quads<0>(held_ >= 0, descriptor_ + static_cast<uint32_t>(current * (C::kActivationBytes / 16)));
+      ring_.advance(C::kWarpgroupsK);
+      if constexpr (C::kLookahead) {
+        held_ = current;
+        if (more) await_stage();
+        settle<kQuads - 1>(false, kBatches - 1);
+      } else {
+        wgmma_wait<0>();
+        release(current);
+        if (more) await_stage();
+      }
+      --left;
+    } while (more);
     wgmma_wait<0>();
     end_sums();
-    release_held();
-  }
-
-  MC_DEVICE void clear() {
-#pragma unroll
-    for (int r = 0; r < C::kRowBlocks; ++r)
-#pragma unroll
-      for (int i = 0; i < C::kMTile / 2; ++i) acc[r][i] = 0.f;
+    if constexpr (C::kLookahead) {
+      release(held_);
+      held_ = -1;
+    }
   }
 
   // Adds the partial sums in the next `stages` stages of the ring, the first of which is one of k group `first`. Group 0 has the sum. The others
@@ -102,20 +120,18 @@ template <class C> struct HopperMainloop {
   }
 
  private:
+  // Clears the sums, mostly while data are on their way: a flag for the first product costs instructions in every stage.
   MC_DEVICE void begin_sums() {
+#pragma unroll
+    for (int r = 0; r < C::kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < C::kMTile / 2; ++i) acc[r][i] = 0.f;
     if constexpr (C::kRunningScale) {
-      clear();  // or ptxas spills sums that are multiplied before the first product replaces them
       unit = {{1.f, 1.f}};  // a scale that is not finite stays in its column
     } else if constexpr (C::kScaleSums) {  // a group with sums of zero is what the first group of the tile finds before it
-      clear();
 #pragma unroll
       for (int i = 0; i < C::kMTile / 2; ++i) group_sums_[1][i] = 0.f;
       factors_[1] = {};
-    } else {
-#pragma unroll
-      for (int r = 0; r < C::kRowBlocks; ++r)
-#pragma unroll
-        for (int i = 0; i < C::kMTile / 2; ++i) wgmma_undefined(acc[r][i]);
     }
   }
   MC_DEVICE void end_sums() {
@@ -129,45 +145,58 @@ template <class C> struct HopperMainloop {
     }
   }
 
-  // One lane for its warp: what the lanes read was issued ahead of a warp-wide wgmma, and is in use. (With a __syncwarp here ptxas serialises wgmma,
-  // C7513.)
+  // One lane releases for its warp: what the lanes read was issued ahead of a warp-wide wgmma, and is in use. (With a __syncwarp here ptxas
+  // serialises wgmma, C7513.)
   MC_DEVICE void release(int stage) {
-    if (kReleaseLanes > 1 || lane_index() == 0) mbarrier_arrive(C::empty(base_, stage));
-  }
-  MC_DEVICE void release_held() {
-    if (held_ >= 0) release(held_);
-    held_ = -1;
+    if (kReleaseLanes > 1 || lane_ == 0) mbarrier_arrive(C::empty(base_, stage));
   }
 
-  template <int kQuad> MC_DEVICE void load_quad(int stage) {
+  // Waits for the next stage and asks for its first quad.
+  MC_DEVICE void await_stage() {
+    mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
+    stage_offset_ = ring_.stage * C::kWeightBytes;
+    if constexpr (kAddresses) {
+      codes_at_ = codes_ + stage_offset_;
+      forget(codes_at_);
+      if constexpr (D::kHasEntries) {
+        entries_at_ = entries_ + stage_offset_;
+        forget(entries_at_);
+      }
+      if constexpr (C::kSparse) places_at_ = places_address_ + stage_offset_;
+    }
+    load_quad<0>();
+  }
+
+  template <int kQuad> MC_DEVICE void load_quad() {
     using At = Place<kQuad>;
-    constexpr int kBlock = At::kRow * C::kBlockRowBytes + At::kDepth * C::kBlockBytes;
-    const int at = stage * C::kWeightBytes;
-    codes_next_ = ld_shared_u32x4(codes_ + at + kBlock + At::kHalf * 2048);
-    if constexpr (C::kSparse) places_next_ = ld_shared_u32x4(places_address_ + at + kBlock);
+    constexpr int kBlock = C::kWeightOffset + At::kRow * C::kBlockRowBytes + At::kDepth * C::kBlockBytes;
+    const smem_addr_t codes = kAddresses ? codes_at_ : codes_ + stage_offset_, entries = kAddresses ? entries_at_ : entries_ + stage_offset_;
+    codes_next_ = ld_shared_u32x4(codes + kBlock + At::kHalf * 2048);
+    if constexpr (C::kSparse) places_next_ = ld_shared_u32x4(places_at_ + kSparseCodeBytes + kBlock);
     if constexpr (D::kHasEntries) {
       if constexpr (kEntriesPerQuad == 2) {
-        entry_next_[0] = D::load(entries_ + at + kBlock + (2 * At::kHalf) * D::kGroupBytes);
-        entry_next_[1] = D::load(entries_ + at + kBlock + (2 * At::kHalf + 1) * D::kGroupBytes);
+        entry_next_[0] = D::load(entries + C::kEntryOffset + kBlock + (2 * At::kHalf) * D::kGroupBytes);
+        entry_next_[1] = D::load(entries + C::kEntryOffset + kBlock + (2 * At::kHalf + 1) * D::kGroupBytes);
       } else if constexpr (C::kGroupSize == kQuadDepth) {
-        entry_next_[0] = D::load(entries_ + at + kBlock + At::kHalf * D::kGroupBytes);
+        entry_next_[0] = D::load(entries + C::kEntryOffset + kBlock + At::kHalf * D::kGroupBytes);
       } else if constexpr (At::kHalf == 0) {  // one group, or per-column zero points, for the whole block
-        entry_next_[0] = D::load(entries_ + at + kBlock);
+        entry_next_[0] = D::load(entries + C::kEntryOffset + kBlock);
       }
     }
   }
 
-  template <int kQuad> MC_DEVICE void quads(int stage, uint64_t activations, bool more, bool accumulate) {
+  // The quads of a stage. The last batch is issued, not settled: the next stage's first quad is asked for ahead of that.
+  template <int kQuad> MC_DEVICE void quads(bool holds, uint64_t activations) {
     if constexpr (kQuad < kQuads) {
-      quad<kQuad>(stage, activations, more, accumulate);
-      quads<kQuad + 1>(stage, activations, more, accumulate);
+      quad<kQuad>(holds, activations);
+      quads<kQuad + 1>(holds, activations);
     }
   }
 
-  template <int kQuad> MC_DEVICE void quad(int stage, uint64_t activations, bool more, bool accumulate) {
+  template <int kQuad> MC_DEVICE void quad(bool holds, uint64_t activations) {
     using At = Place<kQuad>;
     const U32x4 codes = codes_next_;
-    if constexpr (C::kActivationSums && kQuad % kGroupQuads == 0) begin_group<kQuad>(stage);
+    if constexpr (C::kActivationSums && kQuad % kGroupQuads == 0) begin_group<kQuad>(ring_.stage);
     if constexpr (At::kHalf == 0 || C::kGroupSize == 64 || C::kGroupSize == 32) {
       scales_[0] = D::prepare(entry_next_[0]);
       if constexpr (C::kScaleSums) factors_[kQuad / kGroupQuads % 2] = D::factors(entry_next_[0]);
@@ -175,7 +204,7 @@ template <class C> struct HopperMainloop {
       if constexpr (kEntriesPerQuad == 2) scales_[1] = D::prepare(entry_next_[1]);
     }
     const uint32_t places[4] = {places_next_.x, places_next_.y, places_next_.z, places_next_.w};  // sparse only
-    if constexpr (kQuad + 1 < kQuads) load_quad<kQuad + 1>(stage);
+    if constexpr (kQuad + 1 < kQuads) load_quad<kQuad + 1>();
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
     // In 64 bits: a pair of uniform registers then takes one add of a constant for each wgmma.
     const uint64_t descriptor = activations + (At::kDepth * 2 + At::kHalf) * kSliceUnits;
@@ -191,21 +220,23 @@ template <class C> struct HopperMainloop {
         // and would put the next load into the same register.
         if constexpr (C::kSparse) places_[(At::kBuffer + b) % 2][s] = copy_of(places[step], zero_);
       }
-      issue<kQuad, 0>(b, descriptor, accumulate);
-      if constexpr (C::kParts == 2) issue<kQuad, 1>(b, descriptor, accumulate);
-      if (b == 4 / kBatch - 1) {
-        if constexpr (kQuad + 1 == kQuads && C::kLookahead) prefetch_next_stage(more);
-      }
-      wgmma_wait<C::kParts>();
-      if (kQuad == 0 && b == 0) release_held();  // every wgmma of the stage before has finished
-      if constexpr (C::kScaleSums && kQuad % kGroupQuads == 0) {  // and of the group before
-        if (b == 0) add_group<(kQuad / kGroupQuads + kGroups - 1) % kGroups>();
-      }
+      issue<kQuad, 0>(b, descriptor);
+      if constexpr (C::kParts == 2) issue<kQuad, 1>(b, descriptor);
+      if (kQuad + 1 < kQuads || b + 1 < kBatches) settle<kQuad>(holds, b);
+    }
+  }
+
+  // Behind batch `b` of a quad: waits for the batch before it.
+  template <int kQuad> MC_DEVICE void settle(bool holds, int b) {
+    wgmma_wait<C::kParts>();
+    if (C::kLookahead && kQuad == 0 && b == 0 && holds) release(held_);  // every wgmma of the stage before has finished
+    if constexpr (C::kScaleSums && kQuad % kGroupQuads == 0) {  // and of the group before
+      if (b == 0) add_group<(kQuad / kGroupQuads + kGroups - 1) % kGroups>();
     }
   }
 
   // Batch `b` of a quad: one commit group, of part `kPart` of the rows.
-  template <int kQuad, int kPart> MC_DEVICE void issue(int b, uint64_t descriptor, bool accumulate) {
+  template <int kQuad, int kPart> MC_DEVICE void issue(int b, uint64_t descriptor) {
     using At = Place<kQuad>;
     constexpr int kBatch = C::kBatch;
     const uint32_t(&fragments)[4 * kBatch] = fragments_[(At::kBuffer + b) % 2];
@@ -223,8 +254,7 @@ template <class C> struct HopperMainloop {
         const int add = !C::kActivationSums && kQuad % kGroupQuads == 0 && step == 0 ? 0 : 1;
         multiply(group_sums_[kQuad / kGroupQuads % 2], &fragments[4 * s], 0u, descriptor, step, add);
       } else {
-        const int add = At::kDepth == 0 && At::kHalf == 0 && step == 0 ? accumulate : 1;
-        multiply(acc[At::kRow], &fragments[4 * s], places_[(At::kBuffer + b) % 2][s], descriptor, step, add);
+        multiply(acc[At::kRow], &fragments[4 * s], places_[(At::kBuffer + b) % 2][s], descriptor, step, 1);
       }
     }
     wgmma_commit();
@@ -291,34 +321,13 @@ template <class C> struct HopperMainloop {
     }
   }
 
-  MC_DEVICE void prefetch_next_stage(bool more) {
-    if (!more) return;
-    RingPosition<C::kStages> next = ring_;
-    next.advance(C::kWarpgroupsK);
-    mbarrier_wait(C::full(base_, next.stage), next.phase);
-    load_quad<0>(next.stage);
-  }
-
-  MC_DEVICE void stage(bool more, bool accumulate) {
-    const int current = ring_.stage;
-    quads<0>(current, descriptor_ + static_cast<uint32_t>(current * (C::kActivationBytes / 16)), more, accumulate);
-    ring_.advance(C::kWarpgroupsK);
-    if constexpr (C::kLookahead) {
-      held_ = current;
-    } else {
-      wgmma_wait<0>();
-      release(current);
-      if (more) {
-        mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
-        load_quad<0>(ring_.stage);
-      }
-    }
-  }
-
   smem_addr_t base_, codes_, entries_, places_address_ = 0, sums_ = 0;
+  // The stage that is loaded from: an offset, or addresses.
+  int stage_offset_;
+  smem_addr_t codes_at_, entries_at_, places_at_ = 0;
   uint64_t descriptor_;
   RingPosition<C::kStages> ring_;
-  int held_ = -1;
+  int held_ = -1, lane_;  // held: the stage before
   U32x4 codes_next_, places_next_{};
   typename D::Entry entry_next_[kEntriesPerQuad];
   RowScales scales_[kEntriesPerQuad];

@@ -54,7 +54,7 @@ template <class C> MC_DEVICE void wait_for_weight_stage(smem_addr_t base, const 
 // Stream-K: the partial sums of the tile of `s` into the next stages of the ring; their counter is zero again for the next launch.
 template <class C>
 MC_DEVICE void fetch_partials(const GemmParams& p, smem_addr_t base, const Segment& s, RingPosition<C::kStages>& ring, uint64_t policy) {
-  const int worker = block_index() / C::kMulticast, last = StreamRanges(p, C::kMulticast).end_of_sharers(p, s.tile, worker);
+  const int worker = block_index() / C::kMulticast, last = StreamRanges(p, C::kMulticast).end_of_sharers(s.tile, worker);
   uint32_t* counter = partials_counter(p, block_index());
   wait_flag(counter, last - worker - 1);
   st_relaxed(counter, 0u);

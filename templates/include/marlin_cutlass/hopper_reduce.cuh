@@ -100,7 +100,7 @@ MC_DEVICE float* partial_of(const GemmParams& p, int cta, int bytes) { return p.
 template <class C> MC_DEVICE int partial_stages(const GemmParams& p, const Segment& s) {
   if (C::kPartialStages == 0 || s.k_begin != 0 || s.k_end == p.k_steps) return 0;
   const int worker = block_index() / C::kMulticast;
-  return (StreamRanges(p, C::kMulticast).end_of_sharers(p, s.tile, worker) - worker - 1) * C::kPartialStages;
+  return (StreamRanges(p, C::kMulticast).end_of_sharers(s.tile, worker) - worker - 1) * C::kPartialStages;
 }
 
 template <class C> MC_DEVICE void hand_over(const GemmParams& p, Accumulators<C>& acc, smem_addr_t base, int group_n) {
@@ -115,7 +115,7 @@ MC_DEVICE uint32_t* partials_counter(const GemmParams& p, int cta) { return p.fl
 
 // By the lane that streams weights, once the previous grid has ended: counts this CTA's partial sum of tile `tile`.
 template <class C> MC_DEVICE void report_partial(const GemmParams& p, smem_addr_t base, int tile) {
-  const int owner = StreamRanges(p, C::kMulticast).first_sharer(p, tile) * C::kMulticast + block_index() % C::kMulticast;
+  const int owner = StreamRanges(p, C::kMulticast).first_sharer(tile) * C::kMulticast + block_index() % C::kMulticast;
   mbarrier_wait(C::handed_over(base), 0);
   add_release(partials_counter(p, owner), 1u);
 }

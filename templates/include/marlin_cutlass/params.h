@@ -27,11 +27,20 @@ struct GemmParams {
   int32_t full_passes;      // passes in which every block slot of every CTA holds a whole column block
   int32_t whole_blocks;     // whole blocks of a CTA in the pass behind them
   int32_t left_over;        // blocks cut along k in that pass
-  int32_t share_each;       // k steps of a cluster's share; the first share_more clusters take one more
-  int32_t share_more;
-  // Stream-K, zero elsewhere: passes in which every CTA, or cluster of those that share activations, takes a whole tile; the tiles behind those are cut into equal ranges of k steps.
-  int32_t whole_passes;
+  // Hybrid and stream-K: units (k steps) of a worker's share; the first share_more workers take one more. A worker is a CTA, or the cluster of
+  // those that share activations.
+  int32_t share_each, share_more;
+  // Stream-K; set_stream_shares fills them, others leave zero.
+  int32_t whole_passes;     // passes in which every worker takes a whole tile; the tiles behind those are cut
+  int32_t owner_steps;      // first k steps of a cut tile that belong to its first unit
 };
+
+// Cuts what the whole passes leave of m_tiles x n_tiles into equal shares for `workers`.
+inline void set_stream_shares(GemmParams& p, int workers) {
+  const int units = (p.m_tiles * p.n_tiles - p.whole_passes * workers) * (p.k_steps - p.owner_steps);
+  p.share_each = units / workers;
+  p.share_more = units - p.share_each * workers;
+}
 
 // Cuts n_blocks columns and k_steps over `grid` CTAs of `slots` block slots each. CTAs of a cluster that share activations (`multicast` of them)
 // take equal k ranges of neighbouring left-over blocks.

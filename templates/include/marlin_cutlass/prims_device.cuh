@@ -245,8 +245,16 @@ template <class E> MC_DEVICE F32x2 unpack2(uint32_t x);
 template <> MC_DEVICE F32x2 unpack2<F16>(uint32_t x) { return {half_low_to_float(x), half_high_to_float(x)}; }
 template <> MC_DEVICE F32x2 unpack2<BF16>(uint32_t x) { return {bfloat_low_to_float(x), bfloat_high_to_float(x)}; }
 // The low / high half of x in both halves.
-MC_DEVICE uint32_t broadcast_low(uint32_t x) { return __byte_perm(x, x, 0x1010); }
-MC_DEVICE uint32_t broadcast_high(uint32_t x) { return __byte_perm(x, x, 0x3232); }
+MC_DEVICE uint32_t broadcast_low(uint32_t x) {
+  uint32_t v;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}" : "=r"(v) : "r"(x));
+  return v;
+}
+MC_DEVICE uint32_t broadcast_high(uint32_t x) {
+  uint32_t v;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(v) : "r"(x));
+  return v;
+}
 // (x & mask) | bits in one instruction: of two constants the compiler makes two.
 MC_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   uint32_t v;

@@ -49,6 +49,7 @@ constexpr int kWaitTries = 8000000;
 // Waits for the phase of the given parity. The bounded counter with its trap is more than a watchdog: without it ptxas serialises the
 // wgmma around the wait (warning C7512).
 MC_DEVICE void mbarrier_wait(smem_addr_t bar, uint32_t parity) {
+  if (mbarrier_try_wait(bar, parity)) return;
   int tries = 0;
   bool done;
   do {

@@ -33,28 +33,39 @@ MC_DEVICE int range_begin(int total, int cta, int ctas) {
   return each * cta + (cta < more ? cta : more);
 }
 
-// Stream-K: whole tiles, which come first in the order of tiles, and the k steps of the tiles behind them, which are cut into ranges. Each of
-// `workers` takes a range: a CTA, or the cluster of those that share activations, whose tiles lie side by side.
+// Equal shares of consecutive units for workers 0, 1, ...: `each` units, the first `more` workers one more.
+struct Shares {
+  int each, more;
+
+  MC_DEVICE int begin(int worker) const { return each * worker + (worker < more ? worker : more); }
+  MC_DEVICE int holder(int unit) const {
+    const int longer = (each + 1) * more;  // units of the workers that take one more
+    return unit < longer ? unit / (each + 1) : more + (unit - longer) / each;
+  }
+};
+MC_DEVICE Shares shares_of(const GemmParams& p) { return {p.share_each, p.share_more}; }
+
+// Stream-K: whole tiles, which come first in the order of tiles, and the k steps of the tiles behind them, which are cut into ranges. Each worker
+// takes a range: a CTA, or the cluster of those that share activations, whose tiles lie side by side. The worker with a tile's first k step adds
+// what the others hand over, which takes time to arrive: it has `owner_steps` k steps more than its share. So a tile has that many units fewer
+// than k steps, and its first unit is the first owner_steps + 1 of them.
 struct StreamRanges {
-  int workers, whole, units;  // whole: tiles
+  int workers, whole, units;  // whole: tiles; units: of a cut tile
+  Shares shares;
 
   MC_DEVICE StreamRanges(const GemmParams& p, int multicast) {
     workers = grid_size() / multicast;
     whole = p.whole_passes * workers;
-    units = (p.m_tiles * p.n_tiles - whole) * p.k_steps;
+    units = p.k_steps - p.owner_steps;
+    shares = shares_of(p);
   }
-  MC_DEVICE int begin(int worker) const { return range_begin(units, worker, workers); }
   // The worker that holds the first k step of tile `tile`, one that is cut.
-  MC_DEVICE int first_sharer(const GemmParams& p, int tile) const {
-    const int unit = (tile - whole) * p.k_steps, each = units / workers, more = units - each * workers;
-    const int longer = (each + 1) * more;  // units of the workers that take one more
-    return unit < longer ? unit / (each + 1) : more + (unit - longer) / each;
-  }
+  MC_DEVICE int first_sharer(int tile) const { return shares.holder((tile - whole) * units); }
   // First worker behind `worker` whose range lies wholly behind tile `tile`.
-  MC_DEVICE int end_of_sharers(const GemmParams& p, int tile, int worker) const {
-    const int tile_end = (tile - whole + 1) * p.k_steps;
+  MC_DEVICE int end_of_sharers(int tile, int worker) const {
+    const int tile_end = (tile - whole + 1) * units;
     int last = worker + 1;
-    while (last < workers && begin(last) < tile_end) ++last;
+    while (last < workers && shares.begin(last) < tile_end) ++last;
     return last;
   }
 };
@@ -65,10 +76,14 @@ template <Decomposition kDecomposition, int kSplit, int kMulticast = 1> struct W
   MC_DEVICE WorkLoop(const GemmParams& p, int cta, int rank) : p_(p), k_steps_(p.k_steps) {
     const int tiles = p.m_tiles * p.n_tiles;
     if constexpr (kRanges) {
-      const int worker = cta / kMulticast, workers = static_cast<int>(grid_size()) / kMulticast;
-      const int units = kWholeTiles ? StreamRanges(p, kMulticast).units : tiles * k_steps_;
-      position_ = range_begin(units, worker, workers);
-      end_ = range_begin(units, worker + 1, workers);
+      if constexpr (kWholeTiles) {
+        const Shares shares = shares_of(p);
+        position_ = shares.begin(cta / kMulticast);
+        end_ = shares.begin(cta / kMulticast + 1);
+      } else {
+        position_ = range_begin(tiles * k_steps_, cta, grid_size());
+        end_ = range_begin(tiles * k_steps_, cta + 1, grid_size());
+      }
     } else if constexpr (kDecomposition == Decomposition::kSplitK) {  // one tile for each `kSplit` CTAs
       position_ = cta / kSplit;
       end_ = position_ + 1;
@@ -82,18 +97,18 @@ template <Decomposition kDecomposition, int kSplit, int kMulticast = 1> struct W
   MC_DEVICE bool next(Segment& s) {
     if (position_ >= end_ + (kWholeTiles ? p_.whole_passes : 0)) return false;
     if constexpr (kRanges) {
-      s.tile = position_ / k_steps_;
-      s.k_begin = position_ - s.tile * k_steps_;
-      const int left = end_ - position_, to_tile_end = k_steps_ - s.k_begin;
-      s.k_end = s.k_begin + (left < to_tile_end ? left : to_tile_end);
+      const int owner_steps = kWholeTiles ? p_.owner_steps : 0, units = k_steps_ - owner_steps;
+      const int tile = kWholeTiles ? small_quotient(position_, units) : position_ / units, first = position_ - tile * units;
+      const int left = end_ - position_, to_tile_end = units - first, taken = left < to_tile_end ? left : to_tile_end;
+      s = {tile, first > 0 ? first + owner_steps : 0, first + taken + owner_steps};
       if constexpr (kWholeTiles) {
         // Behind the range a step of the position is a whole tile. Without branches: else the compiler makes a copy of the main loop for each.
         const bool whole = position_ >= end_;
-        const int workers = static_cast<int>(grid_size()) / kMulticast, tile = block_index() / kMulticast + (position_ - end_) * workers;
-        position_ += whole ? 1 : s.k_end - s.k_begin;
-        s = {whole ? tile : s.tile + p_.whole_passes * workers, whole ? 0 : s.k_begin, whole ? k_steps_ : s.k_end};
+        const int workers = static_cast<int>(grid_size()) / kMulticast, behind = block_index() / kMulticast + (position_ - end_) * workers;
+        position_ += whole ? 1 : taken;
+        s = {whole ? behind : tile + p_.whole_passes * workers, whole ? 0 : s.k_begin, whole ? k_steps_ : s.k_end};
       } else {
-        position_ += s.k_end - s.k_begin;
+        position_ += taken;
       }
     } else if constexpr (kDecomposition == Decomposition::kSplitK) {
       s = {position_++, k_begin_, k_end_};
@@ -157,10 +172,8 @@ template <int kSlots, int kMulticast> struct HybridSchedule {
   }
   // The CTA that holds the first k step of left-over block `block` (index in C).
   MC_DEVICE int first_sharer(int block) const {
-    const int index = block - (p.n_blocks - p.left_over), unit = index / kMulticast * p.k_steps;
-    const int longer = (p.share_each + 1) * p.share_more;  // units of the clusters that take one more
-    const int cluster = unit < longer ? unit / (p.share_each + 1) : p.share_more + (unit - longer) / p.share_each;
-    return cluster * kMulticast + index % kMulticast;
+    const int index = block - (p.n_blocks - p.left_over);
+    return shares_of(p).holder(index / kMulticast * p.k_steps) * kMulticast + index % kMulticast;
   }
   // First CTA behind `cta` whose share lies wholly behind left-over block `block` (index in C). Sharers of a block are kMulticast CTAs apart.
   MC_DEVICE int end_of_sharers(int block, int cta) const {
@@ -173,7 +186,7 @@ template <int kSlots, int kMulticast> struct HybridSchedule {
  private:
   MC_DEVICE int passes_per_row() const { return p.full_passes + (p.whole_blocks + p.left_over > 0); }
   // First unit of cluster `c` among the k steps of the left-over blocks.
-  MC_DEVICE int share_begin(int c) const { return p.share_each * c + (c < p.share_more ? c : p.share_more); }
+  MC_DEVICE int share_begin(int c) const { return shares_of(p).begin(c); }
 };
 
 }  // namespace marlin_cutlass
