@@ -112,7 +112,7 @@ def make_schedule(problem: ProblemShape, variant: Variant, sms: int) -> Schedule
         workers = grid // variant.multicast
         whole = whole_passes(variant, m_tiles, n_tiles, k_steps, workers)
         cut = tiles - whole * workers
-        owner = owner_steps(variant, cut, k_steps, workers)
+        owner = owner_steps(cut, k_steps, workers)
         each, more = divmod(cut * (k_steps - owner), workers)
     partials, flags = _workspace(variant, grid, m_tiles, hybrid)
     return Schedule(
@@ -154,7 +154,7 @@ def whole_passes(variant: Variant, m_tiles: int, n_tiles: int, k_steps: int, wor
     return passes
 
 
-def owner_steps(variant: Variant, cut: int, k_steps: int, workers: int) -> int:
+def owner_steps(cut: int, k_steps: int, workers: int) -> int:
     """Stream-K: k steps that the owner of a cut tile takes beyond its share, since what others
     hand over takes time to arrive. Ranges as long as a tile need none: there every worker hands
     over first. Each worker keeps a unit at least.
@@ -249,7 +249,7 @@ def _ranges(schedule: Schedule, cta: int) -> Iterator[Segment]:
     worker, rank = divmod(cta, schedule.multicast)
     whole, owner = schedule.whole_passes * schedule.workers, schedule.owner_steps
     units = schedule.k_steps - owner  # of a cut tile: the first is its first owner + 1 k steps
-    total = (schedule.tiles - whole) * units
+    total = (schedule.tiles - whole) * units  # striped and stream-K; what share_each and more say
     position, end = (range_begin(total, w, schedule.workers) for w in (worker, worker + 1))
     while position < end:
         tile, first = divmod(position, units)

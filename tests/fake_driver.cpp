@@ -22,7 +22,7 @@ namespace {
 struct Record {
   int64_t launches, grid, threads, shared_bytes, cluster, programmatic, stream, max_shared, function_count;
   int64_t allocations, allocated_bytes, encodes, memsets, synchronisations, dirty_flags, pushes, relaxed;
-  int64_t partials, flags, vector_store, lda, ldc, m, n, k, k_steps, raster;
+  int64_t partials, flags, vector_store, lda, ldc, m, n, k, k_steps, raster, whole_passes, owner_steps, share_each, share_more;
   int64_t map_rows, map_slices, map_stride, map_box_rows, map_box_slices;
 } record;
 
@@ -219,6 +219,7 @@ EXPORT Result cuLaunchKernelEx(const LaunchConfig* config, Function function, vo
   record.partials = reinterpret_cast<int64_t>(p.partials), record.flags = reinterpret_cast<int64_t>(p.flags);
   record.vector_store = p.vector_store, record.lda = p.lda, record.ldc = p.ldc;
   record.m = p.m, record.n = p.n, record.k = p.k, record.k_steps = p.k_steps, record.raster = p.raster;
+  record.whole_passes = p.whole_passes, record.owner_steps = p.owner_steps, record.share_each = p.share_each, record.share_more = p.share_more;
   if (map) {
     record.map_rows = map->rows, record.map_slices = map->slices, record.map_stride = map->stride;
     record.map_box_rows = map->box_rows, record.map_box_slices = map->box_slices;

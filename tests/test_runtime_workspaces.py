@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from generator.problem import ProblemShape
+from generator.schedule import make_schedule
+from generator.variant import Variant
+
 
 def launch(fake, stream, m=64, n=4096, k=1024, group_size=128):
     """A launch by address that computes nothing: only what reaches the driver matters."""
@@ -28,6 +32,18 @@ def test_flags_are_zero_and_streams_share_nothing(streamk):
     assert first != second and streamk.record.dirty_flags == 0
     assert launch(streamk, 0xA10) == first and launch(streamk, 0xA20) == second
     assert streamk.record.allocations == 2
+
+
+@pytest.mark.parametrize("shape", ["streamk", "hybrid"])
+@pytest.mark.parametrize("m, n, k", [(9, 4096, 4096), (64, 40960, 8192), (200, 36000, 1024)])
+def test_kernels_get_the_shares_of_the_schedule(fake, kernels, shape, m, n, k):
+    kernels(shape)
+    launch(fake, 0xF10, m, n, k)
+    variant = Variant.parse(fake.last_kernel)
+    schedule = make_schedule(ProblemShape(m, n, k), variant, sms=132)
+    for name in ("whole_passes", "owner_steps", "share_each", "share_more"):
+        assert getattr(fake.record, name) == getattr(schedule, name), name
+    assert fake.record.share_each > 0
 
 
 def test_a_workspace_grows_and_keeps_its_flags_zero(streamk):

@@ -16,6 +16,7 @@ template <class C> struct HopperMainloop {
   static constexpr int kEntriesPerQuad = C::kGroupSize > 0 && C::kGroupSize < kQuadDepth ? 2 : 1;
   // Addresses of a stage are kept, but for where registers are short.
   static constexpr bool kAddresses = !C::kScaleSums || C::kActivationSums;
+  static_assert(kAddresses || !C::kSparse, "places are loaded from an address that is kept");
   static constexpr int kSliceUnits = C::kMTile * 8;  // 16-byte units of a 64-deep slice of activations
   // kScaleSums: quads, and so halves of a block, with the same scales; groups of a stage.
   static constexpr int kGroupQuads = C::kGroupSize == 128 ? 2 : 1, kGroups = kQuads / kGroupQuads;
@@ -69,6 +70,7 @@ template <class C> struct HopperMainloop {
         if (more) await_stage();
         settle<kQuads - 1>(false, kBatches - 1);
       } else {
+        settle<kQuads - 1>(false, kBatches - 1);
         wgmma_wait<0>();
         release(current);
         if (more) await_stage();

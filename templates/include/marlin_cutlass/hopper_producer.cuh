@@ -40,8 +40,8 @@ template <class C> struct BlockSources {
 // Until a stage is free to be filled, for the first time or again. Weights do not depend on the previous kernel and start before it has ended; once
 // the ring is full their warp sleeps until then, so that a long previous kernel is not mistaken for a stuck pipeline.
 //
-// The first filling needs no wait, but the wait's 300 cycles a stage pace the requests: without it the later stages of all SMs get in the way of the
-// first ones (H200: up to 9 % more time). 600 cycles a stage cost 8-14 %, except with the large stages of kStartPause.
+// The first filling needs no wait, but the wait's cycles (some 300 a stage, when each try was counted) pace the requests: without it the later stages
+// of all SMs get in the way of the first ones (H200: up to 9 % more time). 600 cycles a stage cost 8-14 %, except with the large stages of kStartPause.
 template <class C> MC_DEVICE void wait_for_stage(smem_addr_t base, const RingPosition<C::kStages>& ring) {
   mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
 }

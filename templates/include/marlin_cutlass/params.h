@@ -30,9 +30,9 @@ struct GemmParams {
   // Hybrid and stream-K: units (k steps) of a worker's share; the first share_more workers take one more. A worker is a CTA, or the cluster of
   // those that share activations.
   int32_t share_each, share_more;
-  // Stream-K; set_stream_shares fills them, others leave zero.
+  // Stream-K, zero elsewhere; set_stream_shares makes the shares of them.
   int32_t whole_passes;     // passes in which every worker takes a whole tile; the tiles behind those are cut
-  int32_t owner_steps;      // first k steps of a cut tile that belong to its first unit
+  int32_t owner_steps;      // k steps that the worker with a cut tile's first one takes beyond its share
 };
 
 // Cuts what the whole passes leave of m_tiles x n_tiles into equal shares for `workers`.

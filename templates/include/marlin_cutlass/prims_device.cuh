@@ -245,6 +245,7 @@ template <class E> MC_DEVICE F32x2 unpack2(uint32_t x);
 template <> MC_DEVICE F32x2 unpack2<F16>(uint32_t x) { return {half_low_to_float(x), half_high_to_float(x)}; }
 template <> MC_DEVICE F32x2 unpack2<BF16>(uint32_t x) { return {bfloat_low_to_float(x), bfloat_high_to_float(x)}; }
 // The low / high half of x in both halves.
+// By moves of halves, not PRMT: HFMA2 takes such an operand as it is (.H0_H0).
 MC_DEVICE uint32_t broadcast_low(uint32_t x) {
   uint32_t v;
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}" : "=r"(v) : "r"(x));

@@ -46,7 +46,7 @@ constexpr int kWaitTries = 2000000000;
 #else
 constexpr int kWaitTries = 8000000;
 #endif
-// Waits for the phase of the given parity. The bounded counter with its trap is more than a watchdog: without it ptxas serialises the
+// Waits for the phase of the given parity. Mostly it is over: the first try stands apart, so that nothing is counted. The bounded counter with its trap is more than a watchdog: without it ptxas serialises the
 // wgmma around the wait (warning C7512).
 MC_DEVICE void mbarrier_wait(smem_addr_t bar, uint32_t parity) {
   if (mbarrier_try_wait(bar, parity)) return;
@@ -114,8 +114,6 @@ MC_DEVICE void tensor_load_3d_multicast(smem_addr_t dst, const TensorMap* map, i
 MC_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MC_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending> MC_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
-// x has no value yet: the first wgmma of a sum replaces it (accumulate = 0).
-MC_DEVICE void wgmma_undefined(float& x) { asm volatile("" : "=f"(x)); }
 // Tells the compiler that an asynchronous wgmma may still write x.
 MC_DEVICE void wgmma_pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 

@@ -42,7 +42,6 @@ MC_DEVICE void tensor_load_3d_multicast(smem_addr_t dst, const TensorMap* map, i
 MC_DEVICE void wgmma_fence() { emu_wgmma_fence(); }
 MC_DEVICE void wgmma_commit() { emu_wgmma_commit(); }
 template <int kPending> MC_DEVICE void wgmma_wait() { emu_wgmma_wait(kPending); }
-MC_DEVICE void wgmma_undefined(float& x) { x = __builtin_nanf(""); }
 MC_DEVICE void wgmma_pin(float& x) { asm volatile("" : "+m"(x)::"memory"); }
 
 constexpr uint32_t kDescriptorHigh = 0x40000040u;  // stride offset 64 (x16 bytes), swizzle mode 1 = 128 bytes
