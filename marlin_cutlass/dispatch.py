@@ -195,7 +195,7 @@ def schedule(kernel: Kernel, m: int, n: int, k: int, sms: int) -> Schedule:
         grid = min(tiles * k_steps, clusters) * shared
         striped = kernel.decomposition == "striped"
         partials, flags = grid * tile_floats, grid * (kernel.warps_n if striped else 1)
-    if kernel.decomposition == "hybrid":
+    if kernel.decomposition == "hybrid" and grid > 0:
         flags = m_tiles * _hybrid_passes(kernel, n_blocks, grid) * grid
         partials = 2 * flags * kernel.m_tile * BLOCK_COLUMNS
     workers = grid // shared

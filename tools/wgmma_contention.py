@@ -147,9 +147,8 @@ def wgmma(n: int, registers: bool) -> str:
 
 def source() -> str:
     """The whole program."""
-    parts = [
-        "#include <cstdint>\n#include <cstdio>\n#include <cstdlib>\ntemplate <int N, int RS> struct Wgmma;\n"
-    ]
+    parts = [f"#include <{header}>\n" for header in ("cstdint", "cstdio", "cstdlib")]
+    parts.append("template <int N, int RS> struct Wgmma;\n")
     parts += [wgmma(n, registers) for n, registers, _ in WGMMA]
     head = "__forceinline__ void work"
     arguments = "(uint32_t* r, const uint32_t* s, float* f, const float* g)"

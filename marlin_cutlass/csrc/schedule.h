@@ -100,7 +100,7 @@ inline Schedule make_schedule(const VariantFields& v, int64_t m, int64_t n, int6
       break;
     case Decomposition::kHybrid:
       s.grid = std::min(tiles * s.k_steps, clusters) * shared;
-      s.flags = hybrid_passes(v, s, n_blocks) * s.grid, s.partials = 2 * s.flags * v.m_tile * kBlockColumns;
+      if (s.grid > 0) s.flags = hybrid_passes(v, s, n_blocks) * s.grid, s.partials = 2 * s.flags * v.m_tile * kBlockColumns;
       break;
   }
   return s;
