@@ -246,7 +246,7 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "stage reported as read by a warpgroup that has read none",
-        *(HLOOP, "quads<0>(held_ >= 0, ", "quads<0>(true, "),
+        *(HLOOP, "b == 0 && held_ >= 0) release(held_);", "b == 0) release(held_);"),
         *(HOPPER, "race", "mbarrier", "deadlock"),
     ),
     _one(

@@ -63,14 +63,14 @@ template <class C> struct HopperMainloop {
     do {
       const int current = ring_.stage;
       more = left > 1;
-      quads<0>(held_ >= 0, descriptor_ + static_cast<uint32_t>(current * (C::kActivationBytes / 16)));
+      quads<0>(descriptor_ + static_cast<uint32_t>(current * (C::kActivationBytes / 16)));
       ring_.advance(C::kWarpgroupsK);
       if constexpr (C::kLookahead) {
         held_ = current;
         if (more) await_stage();
-        settle<kQuads - 1>(false, kBatches - 1);
+        settle<kQuads - 1>(kBatches - 1);
       } else {
-        settle<kQuads - 1>(false, kBatches - 1);
+        settle<kQuads - 1>(kBatches - 1);
         wgmma_wait<0>();
         release(current);
         if (more) await_stage();
@@ -188,14 +188,14 @@ template <class C> struct HopperMainloop {
   }
 
   // The quads of a stage. The last batch is issued, not settled: the next stage's first quad is asked for ahead of that.
-  template <int kQuad> MC_DEVICE void quads(bool holds, uint64_t activations) {
+  template <int kQuad> MC_DEVICE void quads(uint64_t activations) {
     if constexpr (kQuad < kQuads) {
-      quad<kQuad>(holds, activations);
-      quads<kQuad + 1>(holds, activations);
+      quad<kQuad>(activations);
+      quads<kQuad + 1>(activations);
     }
   }
 
-  template <int kQuad> MC_DEVICE void quad(bool holds, uint64_t activations) {
+  template <int kQuad> MC_DEVICE void quad(uint64_t activations) {
     using At = Place<kQuad>;
     const U32x4 codes = codes_next_;
     if constexpr (C::kActivationSums && kQuad % kGroupQuads == 0) begin_group<kQuad>(ring_.stage);
@@ -224,14 +224,14 @@ template <class C> struct HopperMainloop {
       }
       issue<kQuad, 0>(b, descriptor);
       if constexpr (C::kParts == 2) issue<kQuad, 1>(b, descriptor);
-      if (kQuad + 1 < kQuads || b + 1 < kBatches) settle<kQuad>(holds, b);
+      if (kQuad + 1 < kQuads || b + 1 < kBatches) settle<kQuad>(b);
     }
   }
 
   // Behind batch `b` of a quad: waits for the batch before it.
-  template <int kQuad> MC_DEVICE void settle(bool holds, int b) {
+  template <int kQuad> MC_DEVICE void settle(int b) {
     wgmma_wait<C::kParts>();
-    if (C::kLookahead && kQuad == 0 && b == 0 && holds) release(held_);  // every wgmma of the stage before has finished
+    if (C::kLookahead && kQuad == 0 && b == 0 && held_ >= 0) release(held_);  // every wgmma of the stage before has finished
     if constexpr (C::kScaleSums && kQuad % kGroupQuads == 0) {  // and of the group before
       if (b == 0) add_group<(kQuad / kGroupQuads + kGroups - 1) % kGroups>();
     }
