@@ -19,6 +19,7 @@ from generator.variant import Variant
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 INCLUDE = TEMPLATES / "include"
 
+MAX_WGMMA_ROWS = 256  # of activations
 DECOMPOSITION_TAG = {
     "data_parallel": "kDataParallel",
     "striped": "kStriped",
@@ -90,6 +91,20 @@ def render(variant: Variant) -> str:
         decomposition=DECOMPOSITION_TAG[variant.decomposition],
         more_arguments=_more_arguments(variant),
         cutlass_name=cutlass_types.procedural_name(variant),
+        instructions=_instructions(variant),
+    )
+
+
+def _instructions(variant: Variant) -> str:
+    """The wgmma instructions that a Hopper kernel may use, as inline PTX."""
+    if not variant.hopper:
+        return ""
+    # With a running scale two instructions share a tile.
+    halves = (variant.m_tile // 2,) if variant.m_tile == MAX_WGMMA_ROWS else ()
+    return template("wgmma.jinja").render(
+        variant=variant,
+        element=cutlass_types.element_tag(variant),
+        widths=(variant.m_tile, *halves),
     )
 
 

@@ -76,6 +76,7 @@ void emu_wgmma_fence();
 void emu_wgmma_commit();
 void emu_wgmma_wait(int pending);
 void emu_wgmma_m64k16(bool bf16, int n, float* d, const uint32_t* a, uint64_t b, int accumulate);
+void emu_wgmma_sparse_m64k32(bool bf16, int n, float* d, const uint32_t* a, const uint32_t* places, uint64_t b, int accumulate);
 
 // ---- clusters, register pools, programmatic dependent launch
 uint32_t emu_cluster_rank();

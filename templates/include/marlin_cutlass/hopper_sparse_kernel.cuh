@@ -1,7 +1,6 @@
 // Hopper family over 2:4-sparse weights (sm_90a): the same pipeline, with wgmma.sp in the place of wgmma.
 #pragma once
 #include "marlin_cutlass/hopper_kernel.cuh"
-#include "marlin_cutlass/prims_hopper_sparse.cuh"
 
 namespace marlin_cutlass {
 

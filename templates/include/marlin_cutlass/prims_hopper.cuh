@@ -4,9 +4,6 @@
 #if defined(__CUDACC__)
 #include <cuda.h>
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // 24 and 48 columns
-#include "cute/arch/mma_sm90_gmma.hpp"
-
 namespace marlin_cutlass {
 
 using TensorMap = CUtensorMap;
@@ -127,30 +124,20 @@ MC_DEVICE uint64_t make_descriptor(uint32_t low) {
   return d;
 }
 
-template <class E, int kN> struct WgmmaAtom;
-#define MC_WGMMA_ATOM(n)                                                                                                     \
-  template <> struct WgmmaAtom<F16, n> {                                                                                     \
-    using type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;      \
-  };                                                                                                                         \
-  template <> struct WgmmaAtom<BF16, n> {                                                                                    \
-    using type = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;    \
-  };
-MC_WGMMA_ATOM(8) MC_WGMMA_ATOM(16) MC_WGMMA_ATOM(24) MC_WGMMA_ATOM(32) MC_WGMMA_ATOM(48) MC_WGMMA_ATOM(64)
-MC_WGMMA_ATOM(96) MC_WGMMA_ATOM(128) MC_WGMMA_ATOM(192) MC_WGMMA_ATOM(256)
-#undef MC_WGMMA_ATOM
+// The instruction itself, generated with each kernel for its shape (templates/wgmma.jinja).
+template <class E, int kN> struct Wgmma;
 
-template <int... kIndex> struct Indices {};
-template <int kCount, int... kIndex> struct MakeIndices : MakeIndices<kCount - 1, kCount - 1, kIndex...> {};
-template <int... kIndex> struct MakeIndices<0, kIndex...> { using type = Indices<kIndex...>; };
-
-template <class Atom, int kFirst, int kCount, int... kIndex>
-MC_DEVICE void wgmma_expand(float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate, Indices<kIndex...>) {
-  Atom::fma(a[0], a[1], a[2], a[3], b, d[kFirst + kIndex]..., static_cast<cute::SM90::GMMA::ScaleOut>(accumulate));
-}
 // d[64 x kN] += a[64 x 16] (registers, one row fragment per warp) * b[16 x kN] (shared memory). With accumulate = 0 the product replaces d.
 // The sums are d[kFirst] and the kN / 2 - 1 behind it.
 template <class E, int kN, int kFirst = 0, int kCount> MC_DEVICE void wgmma_m64k16(float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate = 1) {
-  wgmma_expand<typename WgmmaAtom<E, kN>::type, kFirst>(d, a, b, accumulate, typename MakeIndices<kN / 2>::type{});
+  Wgmma<E, kN>::multiply(d + kFirst, a, b, accumulate);
+}
+// As wgmma_m64k16 for a 64 x 32 operand of which two of each four are kept: those as a 64 x 16 matrix in `a`; b[32 x kN], for which a step adds 4
+// to the descriptor. places: each warp's, as mma_sparse_m16n8k32 takes them with selector 0; their register must not change
+// before the wgmma has finished.
+template <class E, int kN>
+MC_DEVICE void wgmma_sparse_m64k32(float (&d)[kN / 2], const uint32_t* a, const uint32_t& places, uint64_t b, int accumulate) {
+  Wgmma<E, kN>::multiply(d, a, b, places, accumulate);
 }
 
 // A zero that no compiler can see: grids are one-dimensional.
@@ -204,13 +191,3 @@ MC_DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::
 #else
 #include "marlin_cutlass/prims_hopper_host.h"
 #endif
-
-namespace marlin_cutlass {
-
-// As wgmma_m64k16 for a 64 x 32 operand of which two of each four are kept: those as a 64 x 16 matrix in `a`; b[32 x kN], for which a step adds 4
-// to the descriptor. places: each warp's, as mma_sparse_m16n8k32 takes them with selector 0; their register must not change
-// before the wgmma has finished. Defined in prims_hopper_sparse.cuh, which only sparse kernels include: it brings another 80,000 lines.
-template <class E, int kN>
-MC_DEVICE void wgmma_sparse_m64k32(float (&d)[kN / 2], const uint32_t* a, const uint32_t& places, uint64_t b, int accumulate);
-
-}  // namespace marlin_cutlass

@@ -51,6 +51,10 @@ MC_DEVICE uint64_t make_descriptor(uint32_t low) { return (static_cast<uint64_t>
 template <class E, int kN, int kFirst = 0, int kCount> MC_DEVICE void wgmma_m64k16(float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate = 1) {
   emu_wgmma_m64k16(IsBf16<E>::value, kN, d + kFirst, a, b, accumulate);
 }
+template <class E, int kN>
+MC_DEVICE void wgmma_sparse_m64k32(float (&d)[kN / 2], const uint32_t* a, const uint32_t& places, uint64_t b, int accumulate) {
+  emu_wgmma_sparse_m64k32(IsBf16<E>::value, kN, d, a, &places, b, accumulate);
+}
 
 // ---- roles and clusters -----------------------------------------------------------------------------------------
 MC_DEVICE void named_barrier_sync_unaligned(int id, int threads) { emu_named_barrier_sync(id, threads); }
