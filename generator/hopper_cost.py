@@ -28,16 +28,28 @@ PIECE_CYCLES = {
     16: 105.4,
     24: 102.9,
     32: 122,
+    40: 141,
     48: 160.9,
+    56: 170,
     64: 178.7,
+    72: 158,
+    80: 171,
+    88: 182,
     96: 192.9,
+    112: 225,
     128: 257.8,
+    144: 287,
+    160: 317,
+    176: 346,
     192: 375.9,
+    208: 406,
+    224: 437,
+    240: 467,
     256: 498,
 }
 L2_BYTES_PER_CLOCK = 49.1  # into one SM: weights, and activations once per tile of columns
 PIECE_WEIGHT_BYTES = 2112
-# One, two, three warpgroups at work hide less latency: with row tiles below 96, and from 96 on.
+# One, two, three warpgroups at work hide less latency: with row tiles up to 64, and beyond.
 FEW_WARPGROUPS = ((1.36, 1.01, 1.01), (1.35, 1.24, 1.18))
 ONE_BLOCK = {96: 1.02, 128: 0.981}  # where a warpgroup has one block of columns, by m_tile
 K_GROUPS = {1: 1.0, 2: 1.01, 4: 1.15}  # warpgroups along K take stages in turn
@@ -166,7 +178,7 @@ def _cycles(v: Variant, busy: int, format_factor: float) -> float:
     """Cycles of a piece with `busy` warpgroups at work. Other formats dequantise slower, seen
     at small tiles only.
     """
-    factor = FEW_WARPGROUPS[v.m_tile >= 96][busy - 1] if busy <= 3 else 1.0
+    factor = FEW_WARPGROUPS[v.m_tile > 64][busy - 1] if busy <= 3 else 1.0
     factor *= K_GROUPS.get(v.warps_k, 1.0)
     if v.sums_activations:
         factor *= RAW_CODES

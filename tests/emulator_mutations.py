@@ -22,6 +22,7 @@ HOPPER_SPLIT = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_split2_c1"
 HOPPER_HYBRID = "w4a16_hopper_f16_g128_m16_n256k128_w4x1_p4_hybrid_c1"
 HOPPER_MULTICAST = "w4a16_hopper_f16_g128_m16_n128k128_w2x1_p4_dp_c1_mc2"
 HOPPER_GROUPS = "w4a16_hopper_f16_g128_m16_n64k256_w1x4_p8_dp_c1"
+HOPPER_PAIRS = "w4a16_hopper_f16_g128_m16_n64k128_w1x2_p4_dp_c1"
 HOPPER_SUMS = "w4a16_hopper_f16_g128_m16_n256k256_w4x1_p4_dp_c1"
 HOPPER_SUMS_ZEROS = "w4a16_hopper_f16z_g128_m8_n128k256_w2x2_p8_streamk_c1"
 HOPPER_SUMS_BF16 = "w4a16_hopper_bf16_g64_m8_n256k256_w4x1_p5_hybrid_c1"
@@ -221,6 +222,7 @@ NOT_OF_CLUSTER = "wait_for_stage<C>(base, ring);\n      mbarrier_arrive"
 NO_WHOLE_TILES = "tile_end = (tile + 1) * units"
 OWNER = "first > 0 ? first + owner_steps : 0"
 WHOLE_TILES = (19, 1600, 1024)
+ODD_STEPS = (19, 600, 1152)  # tiles of nine stages, several for each CTA
 LONG_TILES = (16, 740, 2560)  # their owners have more k steps than their share
 
 HOPPER_MUTATIONS = (
@@ -301,10 +303,34 @@ HOPPER_MUTATIONS = (
         "activations read before the previous kernel has ended",
         *(
             PRODUCER,
-            "wait_for_previous_grid();\n  while (more) {",
-            "while (more) {",
+            "wait_for_previous_grid();\n  int ahead",
+            "int ahead",
         ),
         *(HOPPER, "race"),
+    ),
+    _one(
+        "second of two producers begins every tile with its second stage",
+        *(PRODUCER, "if constexpr (C::kProducers > 1) ahead = -left;", ""),
+        *(HOPPER_PAIRS, "deadlock", "mbarrier"),
+        shape=ODD_STEPS,
+    ),
+    _one(
+        "weights of every tile's first stage for the second of two producers",
+        *(PRODUCER, "from.find(p, s, ahead);", "from.find(p, s, 0);"),
+        *(HOPPER_PAIRS, "values"),
+        shape=ODD_STEPS,
+    ),
+    _one(
+        "activations of the next stage for the second of two producers",
+        *(PRODUCER, "int step = s.k_begin + ahead;", "int step = s.k_begin;"),
+        *(HOPPER_PAIRS, "values", "deadlock", "mbarrier", "race"),
+        shape=ODD_STEPS,
+    ),
+    _one(
+        "one producer where the ring has stages for two",
+        *(HKERNEL, "i < C::kProducers; ++i", "i < 1; ++i"),
+        *(HOPPER_PAIRS, "deadlock"),
+        shape=ODD_STEPS,
     ),
     _one(
         "activations summed before they are there",

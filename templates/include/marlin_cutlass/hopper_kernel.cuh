@@ -153,20 +153,21 @@ template <class C> MC_DEVICE typename C::Work work_of(const GemmParams& p, uint3
   return typename C::Work(p, block_index(), static_cast<int>(rank));
 }
 
-template <class C> MC_DEVICE void weights_warp(const GemmParams& p, smem_addr_t base, uint32_t rank) {
+// first: of its stages.
+template <class C> MC_DEVICE void weights_warp(const GemmParams& p, smem_addr_t base, uint32_t rank, int first) {
   if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
   if constexpr (C::kDecomposition == Decomposition::kHybrid) produce_weights_hybrid<C>(p, base);
-  else produce_weights<C>(p, base, work_of<C>(p, rank));
+  else produce_weights<C>(p, base, work_of<C>(p, rank), first);
   warp_sync();
   if constexpr (C::kInCluster) cluster_wait_unaligned();
 }
 
-template <class C> MC_DEVICE void activations_warp(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, uint32_t rank) {
+template <class C> MC_DEVICE void activations_warp(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, uint32_t rank, int first) {
   if constexpr (C::kMoveRegisters) registers_decrease<C::kProducerRegisters>();
   if (lane_index() == 0) tensor_map_prefetch(&map_a);
   warp_sync();
   if constexpr (C::kDecomposition == Decomposition::kHybrid) produce_activations_hybrid<C>(p, map_a, base);
-  else produce_activations<C>(p, map_a, base, work_of<C>(p, rank));
+  else produce_activations<C>(p, map_a, base, work_of<C>(p, rank), first);
   warp_sync();
   if constexpr (C::kCluster) cluster_wait_unaligned();
 }
@@ -209,8 +210,11 @@ template <class C> MC_DEVICE void hopper_gemm(const TensorMap& map_a, const Gemm
     warp_sync();
   }
   if constexpr (C::kInCluster) cluster_arrive();
-  if (warp == kConsumerWarps) return weights_warp<C>(p, base, rank);
-  if (warp == kConsumerWarps + 1) return activations_warp<C>(p, map_a, base, rank);
+#pragma unroll
+  for (int i = 0; i < C::kProducers; ++i) {
+    if (warp == kConsumerWarps + 2 * i) return weights_warp<C>(p, base, rank, i);
+    if (warp == kConsumerWarps + 2 * i + 1) return activations_warp<C>(p, map_a, base, rank, i);
+  }
   wait_for_barriers<C>();
   if (warp >= kConsumerWarps) return spare_warp<C>(p, base, rank);
   if constexpr (C::kMoveRegisters) registers_increase<C::kConsumerRegisters>();

@@ -17,22 +17,22 @@ template <class C> MC_DEVICE const uint8_t* block_source(const GemmParams& p, in
   return p.weight + static_cast<uint64_t>(index * (C::kBlockBytes / kUnit)) * kUnit;
 }
 
-// Where the next stage of each column block of a tile lies.
+// Where this warp's next stage of each column block of a tile lies, `ahead` stages behind the first.
 template <class C> struct BlockSources {
   const uint8_t* at[C::kColumnBlocks];
 
-  MC_DEVICE void find(const GemmParams& p, const Segment& s) {
+  MC_DEVICE void find(const GemmParams& p, const Segment& s, int ahead) {
     const int first = C::first_block(tile_index(p, s.tile).n);
 #pragma unroll
     for (int i = 0; i < C::kColumnBlocks; ++i) {
       const int block = first + i < p.n_blocks ? first + i : p.n_blocks - 1;  // past the edge: read, never stored
-      at[i] = block_source<C>(p, block, s.k_begin);
+      at[i] = block_source<C>(p, block, s.k_begin + ahead);
       forget(at[i]);  // here, ahead of the wait for the barriers
     }
   }
   MC_DEVICE const uint8_t* next(int i) {
     const uint8_t* source = at[i];
-    at[i] += C::kBlockRowBytes;
+    at[i] += C::kProducers * C::kBlockRowBytes;
     return source;
   }
 };
@@ -46,7 +46,7 @@ template <class C> MC_DEVICE void wait_for_stage(smem_addr_t base, const RingPos
   mbarrier_wait(C::empty(base, ring.stage), ring.phase ^ 1);
 }
 template <class C> MC_DEVICE void wait_for_weight_stage(smem_addr_t base, const RingPosition<C::kStages>& ring) {
-  if (ring.stage == 0 && ring.phase == 1) wait_for_previous_grid();  // cheap once that grid has ended
+  if (ring.stage / C::kProducers == 0 && ring.phase == 1) wait_for_previous_grid();  // cheap once that grid has ended
   if (C::kStartPause > 0 && !ring.reused && ring.stage > 0) spin(C::kStartPause);
   wait_for_stage<C>(base, ring);
 }
@@ -78,22 +78,25 @@ MC_DEVICE void fetch_partials(const GemmParams& p, smem_addr_t base, const Segme
   }
 }
 
-// By a whole warp; one lane of it goes on. Where the first stage lies is found out while another warp makes the barriers.
-template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& p, smem_addr_t base, Loop loop) {
+// By a whole warp; one lane of it goes on. Where the first stage lies is found out while another warp makes the barriers. Of kProducers warps each
+// takes every kProducers-th stage, `first` being its first.
+template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& p, smem_addr_t base, Loop loop, int first) {
   const uint64_t policy = evict_first_policy();
-  RingPosition<C::kStages> ring;
+  RingPosition<C::kStages> ring{first};
   BlockSources<C> from;
   Segment s{};
   bool more = loop.next(s);
-  from.find(p, s);
+  from.find(p, s, first);
   wait_for_barriers<C>();
   if (!elect_one()) return;
   // Stream-K: stages until the partial sum of this CTA is reported. That happens ahead of the stage that reuses the slot of the first one behind
   // the cut tile's: when consumers free that slot they have stored the sum, so that waiting costs little. The ring has been once around by then,
   // hence the previous grid has ended (wait_for_weight_stage).
   int until_report = 0, cut_tile = 0;
+  int ahead = first;  // stages before this warp's next
   while (more) {
-    for (int left = s.k_end - s.k_begin; left > 0; --left) {
+    int left = s.k_end - s.k_begin - ahead;
+    for (; left > 0; left -= C::kProducers) {
       if (C::kPartialStages > 0 && until_report > 0 && --until_report == 0) report_partial<C>(p, base, cut_tile);
       wait_for_weight_stage<C>(base, ring);
       const smem_addr_t full = C::full(base, ring.stage);
@@ -101,8 +104,9 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
       const smem_addr_t dst = base + C::kWeightOffset + ring.stage * C::kWeightBytes;
 #pragma unroll
       for (int i = 0; i < C::kColumnBlocks; ++i) bulk_load(dst + i * C::kBlockRowBytes, from.next(i), C::kBlockRowBytes, full, policy);
-      ring.advance();
+      ring.advance(C::kProducers);
     }
+    if constexpr (C::kProducers > 1) ahead = -left;
     const Segment done = s;
     more = loop.next(s);
     if constexpr (C::kPartialStages > 0) {
@@ -121,7 +125,7 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
         fetch_partials<C>(p, base, done, ring, policy);
       }
     }
-    from.find(p, s);
+    from.find(p, s, ahead);
   }
 }
 
@@ -174,22 +178,26 @@ template <class C> MC_DEVICE bool activations_leader() {
   return elect_one();
 }
 
+// As produce_weights.
 template <class C, class Loop>
-MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, Loop loop) {
+MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, Loop loop, int first) {
   const int rows = C::rows_loaded(p);
   forget(base);  // kept in a register: computed again it waits for a special register
-  RingPosition<C::kStages> ring;
+  RingPosition<C::kStages> ring{first};
   Segment s{};
   bool more = loop.next(s);
   int row = C::first_row(p, tile_index(p, s.tile).m);
   forget(row);
   if (!activations_leader<C>()) return;
   wait_for_previous_grid();
+  int ahead = first;
   while (more) {
-    for (int step = s.k_begin; step < s.k_end; ++step) {
+    int step = s.k_begin + ahead;
+    for (; step < s.k_end; step += C::kProducers) {
       load_activations<C>(map_a, base, ring, row, rows, step);
-      ring.advance();
+      ring.advance(C::kProducers);
     }
+    if constexpr (C::kProducers > 1) ahead = step - s.k_end;
     for (int left = partial_stages<C>(p, s); left > 0; --left) {  // these bring no activations
       wait_for_free_stage<C>(base, ring);
       mbarrier_arrive(activations_full<C>(base, ring.stage));
