@@ -281,7 +281,7 @@ def model_rows(
     columns = []  # per m: choices over (n, k)
     for m_range, m in _cells(m_steps, 2 * m_steps[-1], 0):
         # Row tiles much too tall or too flat are never the choice: leaving them out saves time.
-        low, high = min(m, 2048) / 20, 4 * max(m, 8)
+        low, high = min(m, 2048) / 20, 2 * max(m, 8)
         near = [v for v in variants if low <= v.m_tile <= high] or variants
         totals = cost.totals(near, gpu)
         for k_range, k in _cells(k_steps, BEYOND["k"], 1):
