@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from generator import cost
 from generator.arch import GPUS, Arch
 from generator.cost import reference_gpu
 from generator.dispatch import DispatchRow, DispatchTable, Range
-from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, round_up
+from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, ceil_div, round_up
 from generator.space import Format
 from generator.variant import Geometry, Variant
 
@@ -265,40 +265,63 @@ def _cells(steps: tuple[int, ...], beyond: int, lowest: int) -> list[tuple[Range
     return [*cells, (Range(steps[-1] + 1, None), beyond)]
 
 
+# By ranges of m, n and k: the geometry chosen there.
+Choices = dict[tuple[Range, Range, Range], str]
+
+
 def model_rows(
-    arch: Arch, geometries: list[Geometry], fmt: Format, sms: int | None
-) -> list[DispatchRow]:
+    arch: Arch,
+    geometries: list[Geometry],
+    fmt: Format,
+    sms: int | None,
+    ahead: Sequence[Choices] = (),
+) -> tuple[list[DispatchRow], Choices]:
     """The model's choice among `geometries` for every shape, as few rows as neighbours with one
-    choice allow.
+    choice allow, and cell by cell. Where a choice among more geometries stands `ahead` that is one
+    of these, too, nothing is left to say.
     """
-    gpu = reference_gpu(arch, sms)
+    gpu, names = reference_gpu(arch, sms), {g.name for g in geometries}
     variants = [g.with_format(*fmt) for g in geometries]
     m_steps, n_steps, k_steps = M_STEPS, N_STEPS, K_STEPS
     if variants[0].hopper:
         waves = (gpu.sms * BLOCK_COLUMNS * i for i in range(1, 7))  # one tile for every SM
         n_steps = tuple(sorted({*N_STEPS_HOPPER, *waves}))
         m_steps, k_steps = M_STEPS_HOPPER, K_STEPS_HOPPER
-    columns = []  # per m: choices over (n, k)
+    choices: Choices = {}
     for m_range, m in _cells(m_steps, 2 * m_steps[-1], 0):
-        # Row tiles much too tall or too flat are never the choice: leaving them out saves time.
-        low, high = min(m, 2048) / 20, 2 * max(m, 8)
-        near = [v for v in variants if low <= v.m_tile <= high] or variants
+        near = [v for v in variants if _sensible(v, m)] or variants
         totals = cost.totals(near, gpu)
         for k_range, k in _cells(k_steps, BEYOND["k"], 1):
             # Both ends in k as well: what a split costs weighs more in shallow weights.
             choice, depths = None, (k, round_up(max(k_range.lo, k // 4), BLOCK_DEPTH))
             for n_range, n in _cells(n_steps, BEYOND["n"], 1):
+                cell = m_range, n_range, k_range
+                if any(earlier.get(cell) in names for earlier in ahead):
+                    choice = None
+                    continue
                 points = [
                     ProblemShape(x, y, z, fmt[2], fmt[0], fmt[1], variants[0].sparse)
                     for x, y in _corners(m_range, m, n_range, n)
                     for z in depths
                 ]
                 choice = _cheapest(near, [totals(p) for p in points], choice)
-                columns.append((m_range, n_range, k_range, choice.geometry().name))
-    rows = [DispatchRow(m, n, k, g, MODEL, sms=sms) for m, n, k, g in columns]
+                choices[cell] = choice.geometry().name
+    rows = [DispatchRow(*cell, geometry, MODEL, sms=sms) for cell, geometry in choices.items()]
     for axis in "nkm":
         rows = _merge(rows, axis)
-    return rows
+    return rows, choices
+
+
+# Weights are dequantised once for each row tile: more of these than so many, of few rows each, are
+# never the choice.
+MOST_ROW_TILES, LARGE_ROW_TILE = 4, 128
+
+
+def _sensible(variant: Variant, m: int) -> bool:
+    """Whether its row tiles are worth asking the model: neither much too tall nor too flat."""
+    tile = variant.m_tile
+    few = ceil_div(m, tile) <= MOST_ROW_TILES or tile >= LARGE_ROW_TILE
+    return few and tile <= 2 * max(m, 8)
 
 
 def _corners(m_range: Range, m: int, n_range: Range, n: int) -> list[tuple[int, int]]:
@@ -362,8 +385,11 @@ def build_table(
     rows = measured_rows(measurements, names) + rows_beyond(arch, measurements, names)
     sms_known = sorted({g.sms for g in GPUS.values() if g.arch == arch.name})
     for sms in (*(sms_known if len(sms_known) > 1 else ()), None):
+        ahead: list[Choices] = []
         for geometries, fmt in classes:
-            rows += model_rows(arch, _preferred(arch, geometries), fmt, sms)
+            more, choices = model_rows(arch, _preferred(arch, geometries), fmt, sms, ahead)
+            rows += more
+            ahead.append(choices)
     return DispatchTable(tuple(rows), names).without_unreachable()
 
 
