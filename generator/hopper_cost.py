@@ -18,22 +18,22 @@ from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
 from generator.schedule import RASTER, whole_passes
 from generator.variant import Variant
 
-START_US = 1.9  # gap between kernels and first data
-OVERLAP_LOSS = 0.069  # share of the shorter of (memory, compute) that does not hide
-STREAM_EFFICIENCY = 1.07  # of the measured bandwidth, inside the main loop
+START_US = 1.86  # gap between kernels and first data
+OVERLAP_LOSS = 0.0573  # share of the shorter of (memory, compute) that does not hide
+STREAM_EFFICIENCY = 1.056  # of the measured bandwidth, inside the main loop
 # Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile. Nominal
 # clock: under load it is lower, which is in the figures.
 PIECE_CYCLES = {
     8: 90.6,
-    16: 102.7,
-    24: 103.8,
+    16: 101.4,
+    24: 105.1,
     32: 118.9,
-    40: 136,
-    48: 147.5,
-    56: 157.5,
-    64: 173.3,
-    72: 151.6,
-    80: 164.2,
+    40: 137,
+    48: 149.4,
+    56: 158.6,
+    64: 174.5,
+    72: 152.7,
+    80: 165.3,
     88: 177.5,
     96: 191,
     112: 216,
@@ -47,25 +47,25 @@ PIECE_CYCLES = {
     240: 463,
     256: 495.5,
 }
-L2_BYTES_PER_CLOCK = 54.7  # into one SM: weights, and activations once per tile of columns
+L2_BYTES_PER_CLOCK = 54  # into one SM: weights, and activations once per tile of columns
 PIECE_WEIGHT_BYTES = 2112
 # One, two, three warpgroups at work hide less latency: with row tiles up to 64, and beyond.
 FEW_WARPGROUPS = ((1.36, 1.01, 1.01), (1.35, 1.24, 1.18))
 ONE_BLOCK = {96: 1.02, 128: 0.981}  # where a warpgroup has one block of columns, by m_tile
-K_GROUPS = {1: 1.0, 2: 1.035, 4: 1.184}  # warpgroups along K take stages in turn
-RAW_CODES = 0.931  # few rows: codes are multiplied as they lie
+K_GROUPS = {1: 1.0, 2: 1.028, 4: 1.184}  # warpgroups along K take stages in turn
+RAW_CODES = 0.978  # few rows: codes are multiplied as they lie
 # Ranges of stream-K are at different k steps, so that each reads its activations from memory where
 # those of neighbouring row tiles exceed what L2 keeps: per so many bytes beyond the first.
 RANGES_APART, APART_BYTES = 0.0709, 16 << 20
 MULTICAST_ROWS, MULTICAST = 128, 0.974  # activations loaded once for two CTAs: less power
-CLUSTER_US = 0.688  # sum over a cluster
-RANGES_US, RANGES_PER_VALUE = 2.25, 3.97e-05  # stream-K: partial tiles through L2, for each sharer
+CLUSTER_US = 0.658  # sum over a cluster
+RANGES_US, RANGES_PER_VALUE = 2.42, 4.31e-05  # stream-K: partial tiles through L2, for each sharer
 HYBRID_US, HYBRID_ROWS = 2.16, 0.0753  # the second: share of time lost with several row tiles
 # Sum over the CTAs that share a block of a hybrid pass, and the part of the time in which whole
 # blocks run on beside it that hides it.
 SHARES_US, SHARES_PER_ROW_AND_SHARER, SHARES_HIDDEN = 1.56, 0.00408, 0.451
-ROUND_US = 1.23  # each further tile of a CTA: drain and restart
-TILE_US_PER_VALUE = 1.6e-05  # epilogue
+ROUND_US = 1.24  # each further tile of a CTA: drain and restart
+TILE_US_PER_VALUE = 1.52e-05  # epilogue
 CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
 # Sparse: a piece is 64 x 128, with as many codes and as many instructions of the same length, each
 # over twice as many activations, and the places of the kept values. Fitted to 250 timings of twelve
