@@ -11,7 +11,11 @@ from typing import Any
 
 # Row counts at which tables are measured: a measurement decides for everything down to the next
 # smaller one (generator/rows.py). 8 stands for decoding with one row: both read the weight once.
-DEFAULT_MS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
+# Ends of row tiles of the tables that are built by default, and large products.
+DEFAULT_MS = (
+    *(8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 256),
+    *(512, 1024),
+)
 
 
 @dataclass(frozen=True, order=True)

@@ -10,6 +10,7 @@ from emulator_packing import round_to
 from test_emulator_rules import raises
 
 from emulator import EmulationError
+from generator import legality
 
 BULK = """
   const smem_addr_t bar = base + 4096;
@@ -228,7 +229,7 @@ def run_wgmma(n: int, dtype: str, **changes: str) -> tuple[np.ndarray, np.ndarra
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-@pytest.mark.parametrize("n", [8, 16, 24, 32, 48, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("n", legality.M_TILES["hopper"])
 def test_wgmma(n: int, dtype: str) -> None:
     got, expected = run_wgmma(n, dtype)
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
