@@ -67,7 +67,7 @@ struct HopperConfig {
   // Warps that stream weights, and as many that stream activations. One needs some 450 cycles for a stage, which is longer than a stage of one column
   // block and depth 128 lasts: H200, 4096 x 14336, M = 64 16.3 -> 15.5 us, M = 56 18.5 -> 15.3. Elsewhere two are 0.5-1 % slower: requests get
   // in each other's way.
-  static constexpr int kProducers = kMoveRegisters && kColumnBlocks == 1 && kDepthBlocks == 1 &&
+  static constexpr int kProducers = kMoveRegisters && !kActivationSums && kColumnBlocks == 1 && kDepthBlocks == 1 &&
                                             (kDecomposition == Decomposition::kDataParallel || kDecomposition == Decomposition::kSplitK)
                                         ? 2
                                         : 1;
