@@ -39,6 +39,10 @@ FORMAT_FACTOR = {
     ("bf16", True): 1.45,
 }
 
+SMALL_TILE = 16  # a tile of 16 rows is sensible even for one row: it reads the same weights
+MAX_ROW_TILES = 4  # more small tiles than this dequantise the weight too often ...
+LARGE_TILE = 64  # ... unless the tile is this large anyway
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -72,6 +76,14 @@ def reference_gpu(arch: Arch, sms: int | None = None) -> Gpu:
     """
     named = [g for g in GPUS.values() if g.arch == arch.name] or list(GPUS.values())
     return next((g for g in reversed(named) if g.sms == sms), named[-1])
+
+
+def sensible_rows(m: int, m_tile: int, large_tile: int = LARGE_TILE) -> bool:
+    """Whether a row tile suits m rows: at most twice the rows are computed, in few tiles."""
+    tiles = ceil_div(m, m_tile)
+    return tiles * m_tile <= max(SMALL_TILE, 2 * m) and (
+        tiles <= MAX_ROW_TILES or m_tile >= large_tile
+    )
 
 
 def estimate(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:

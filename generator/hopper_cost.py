@@ -1,10 +1,10 @@
 """Time of a Hopper launch on the busiest SM: the fitted part of the cost model.
 
-Constants: least squares (soft L1 on the log ratio, near-best geometries weighted) over 8911 dense
-timings of generator/tuning/nvidia_h200.json as it was before the main loop was shortened and
-stream-K's owners took more, 47 weights from 512 x 512 to 57344 x 8192, M = 1..4096, NVIDIA H200,
-2026-11-30, mean of times with and without dependent launch.
-docs/performance.md has the errors.
+Constants: coordinate descent on the mean error (log ratio) and what the model's choice costs, over
+5937 dense fp16 timings of generator/tuning/nvidia_h200.json, 47 weights from 512 x 512 to
+57344 x 8192, M = 1..4096, NVIDIA H200, 2026-11-30, mean of times with and without dependent launch;
+row tiles that were not timed (88, 240) lie between their neighbours. docs/performance.md has the
+errors.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from generator.variant import DECOMPOSITIONS, FAMILIES, Variant
 
 M_TILES = {
     "ampere": (8, 16, 32, 48, 64, 128),
-    "hopper": (*range(8, 96, 8), *range(96, 257, 16)),  # n of wgmma m64nNk16: any multiple of 8
+    "hopper": (*range(8, 96, 8), *range(96, 257, 16)),  # n of wgmma m64nNk16, of the multiples of 8
     "sparse": (8, 16, 32, 48, 64, 128),
 }
 K_SMS = {"ampere": (128, 256, 512), "hopper": (128, 256, 512), "sparse": (128, 256, 512)}

@@ -13,7 +13,7 @@ from generator import cost
 from generator.arch import GPUS, Arch
 from generator.cost import reference_gpu
 from generator.dispatch import DispatchRow, DispatchTable, Range
-from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, ceil_div, round_up
+from generator.problem import BLOCK_COLUMNS, BLOCK_DEPTH, ProblemShape, round_up
 from generator.space import Format
 from generator.variant import Geometry, Variant
 
@@ -256,6 +256,7 @@ N_STEPS_HOPPER = (
 K_STEPS = (1024, 2048, 4096, 8192)
 K_STEPS_HOPPER = (*range(1024, 3073, 512), 4096, 5120, 6144, 8192, 11264, 14336, 20480)
 BEYOND = {"n": 57344, "k": 28672}  # what stands for everything larger
+LARGE_TILE = 128  # in more row tiles than a few only these are asked about, which saves time
 TOLERANCE = 1.01  # a cell takes its neighbour's geometry if that costs at most this much more
 
 
@@ -289,7 +290,7 @@ def model_rows(
         m_steps, k_steps = M_STEPS_HOPPER, K_STEPS_HOPPER
     choices: Choices = {}
     for m_range, m in _cells(m_steps, 2 * m_steps[-1], 0):
-        near = [v for v in variants if _sensible(v, m)] or variants
+        near = [v for v in variants if cost.sensible_rows(m, v.m_tile, LARGE_TILE)] or variants
         totals = cost.totals(near, gpu)
         for k_range, k in _cells(k_steps, BEYOND["k"], 1):
             # Both ends in k as well: what a split costs weighs more in shallow weights.
@@ -310,18 +311,6 @@ def model_rows(
     for axis in "nkm":
         rows = _merge(rows, axis)
     return rows, choices
-
-
-# Weights are dequantised once for each row tile: more of these than so many, of few rows each, are
-# never the choice.
-MOST_ROW_TILES, LARGE_ROW_TILE = 4, 128
-
-
-def _sensible(variant: Variant, m: int) -> bool:
-    """Whether its row tiles are worth asking the model: neither much too tall nor too flat."""
-    tile = variant.m_tile
-    few = ceil_div(m, tile) <= MOST_ROW_TILES or tile >= LARGE_ROW_TILE
-    return few and tile <= 2 * max(m, 8)
 
 
 def _corners(m_range: Range, m: int, n_range: Range, n: int) -> list[tuple[int, int]]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from generator.arch import GPUS, Arch, Gpu
-from generator.cost import estimate, reference_gpu
+from generator.cost import estimate, reference_gpu, sensible_rows
 from generator.legality import why_not_for
-from generator.problem import ProblemShape, ceil_div
+from generator.problem import ProblemShape
 from generator.variant import Variant
 
 MARGIN = 1.6  # kept: predicted within this factor of the best prediction
-SMALL_TILE = 16  # a tile of 16 rows is sensible even for one row: it reads the same weights
-MAX_ROW_TILES = 4  # more small tiles than this dequantise the weight too often ...
-LARGE_TILE = 64  # ... unless the tile is this large anyway
 
 
 def gpu_for(name: str, arch: Arch, sms: int) -> Gpu:
@@ -30,14 +27,6 @@ def gpu_named(name: str) -> Gpu:
         if gpu.name.lower().replace(" ", "").removeprefix("rtx") == wanted:
             return gpu
     raise ValueError(f"gpu={name!r} is not one of {', '.join(GPUS)}")
-
-
-def sensible_rows(m: int, m_tile: int) -> bool:
-    """Whether a row tile suits m rows: at most twice the rows are computed, in few tiles."""
-    tiles = ceil_div(m, m_tile)
-    return tiles * m_tile <= max(SMALL_TILE, 2 * m) and (
-        tiles <= MAX_ROW_TILES or m_tile >= LARGE_TILE
-    )
 
 
 def predictions(problem: ProblemShape, variants: Iterable[Variant], gpu: Gpu) -> dict[str, float]:
