@@ -2,8 +2,9 @@
 
     python benchmarks/host.py [--shape 4096x4096] [--m 1]
 
-The op and the Python function beside torch.nn.functional.linear on the fp16 weight, in the same
-process; best of five loops. A host differs from another, so read the ratios.
+The operators, the Python function and the layer beside torch.nn.functional.linear and
+torch.nn.Linear on the fp16 weight, in the same process; best of five loops. A host differs from
+another, so read the ratios.
 """
 
 from __future__ import annotations
@@ -28,17 +29,25 @@ LINEAR = "torch.nn.functional.linear, fp16"
 
 def calls(n: int, k: int, m: int, device: str = "cuda") -> dict[str, Callable[[], object]]:
     """What is timed, by name, on one random [k, n] weight and m rows."""
-    from marlin_cutlass import gemm, pack
+    from marlin_cutlass import QuantLinear, gemm, pack
 
     q, scales = make_weight(n, k, device=device)
     weight, dense = pack(q, scales, group_size=128), dense_weight(q, scales).half()
     a = torch.randn(m, k, device=device, dtype=torch.float16)
     form = (a, weight.packed, weight.col_scale, None, None, n, k, 128, False)
-    op = torch.ops.marlin_cutlass.gemm.default
+    operators = torch.ops.marlin_cutlass
+    op, compact = operators.gemm.default, operators.gemm_compact.default
+    compact_form = (a, weight.packed, weight.col_scale, weight.form)
+    layer = QuantLinear.from_packed(weight)
+    dense_layer = torch.nn.Linear(k, n, bias=False, device="meta")
+    dense_layer.weight = torch.nn.Parameter(dense)
     return {
         LINEAR: lambda: torch.nn.functional.linear(a, dense),
         "torch.ops.marlin_cutlass.gemm": lambda: op(*form),
+        "torch.ops.marlin_cutlass.gemm_compact": lambda: compact(*compact_form),
         "marlin_cutlass.gemm": lambda: gemm(a, weight),
+        "torch.nn.Linear, fp16": lambda: dense_layer(a),
+        "marlin_cutlass.QuantLinear": lambda: layer(a),
         "torch.empty": lambda: torch.empty(m, n, device=device, dtype=torch.float16),
     }
 

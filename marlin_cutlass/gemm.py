@@ -69,16 +69,25 @@ def gemm(
             raise ValueError(
                 "out= takes no gradient: call gemm without out, or under torch.no_grad()"
             )
-        op = ops.GEMM_AUTOGRAD
-    else:
-        op = ops.GEMM_SWIGLU if swiglu else ops.GEMM
-    form = (a, w.packed, w.col_scale, bias, w.perm, w.n, w.k, w.group_size, w.has_zeros)
+        result = ops.GEMM_AUTOGRAD(*_operands(a, w, bias), code)
+        return reference.swiglu(result) if swiglu else result
+    if swiglu:
+        return ops.GEMM_SWIGLU(*_operands(a, w, bias), code)
     if out is not None:
-        ops.GEMM_OUT(*form, out, code)
+        ops.GEMM_OUT(*_operands(a, w, bias), out, code)
         return out
-    # The operator's own default costs less than an argument that says the same.
-    result = op(*form) if code == ops.AUTO else op(*form, code)
-    return reference.swiglu(result) if swiglu and op is ops.GEMM_AUTOGRAD else result
+    form = w.form
+    if form is None:  # sizes of another weight: this operator says which
+        return ops.GEMM(*_operands(a, w, bias), code)
+    # Arguments that are left out cost nothing.
+    if bias is None and w.perm is None and code == ops.AUTO:
+        return ops.GEMM_COMPACT(a, w.packed, w.col_scale, form)
+    return ops.GEMM_COMPACT(a, w.packed, w.col_scale, form, bias, w.perm, code)
+
+
+def _operands(a: Tensor, w: PackedWeight, bias: Tensor | None) -> tuple[object, ...]:
+    """The first arguments of the operators, but for those of `gemm_compact`."""
+    return (a, w.packed, w.col_scale, bias, w.perm, w.n, w.k, w.group_size, w.has_zeros)
 
 
 def _not_a_tensor(name: str, value: object) -> TypeError:

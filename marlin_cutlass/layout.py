@@ -121,6 +121,32 @@ def packed_bytes(k: int, n: int, group_size: int, has_zeros: bool, sparse: bool 
     return (blocks + SLACK_BLOCKS) * width
 
 
+_FORM_SIZES = 2**30
+_FORM_GROUP_SIZES = (128, 64, 32, -1)
+_FORM_GROUPS = {size: place << 60 for place, size in enumerate(_FORM_GROUP_SIZES)}
+
+
+def form_of(k: int, n: int, group_size: int, has_zeros: bool) -> int | None:
+    """Sizes of a weight in one integer, where four arguments of an operator cost more: N in bits
+    0-29, K in 30-59, place of the stored group size among 128, 64, 32 and -1 in 60-61, zero points
+    in 62. None for N or K of 2^30 and more.
+
+    Raises ValueError for a group size that is not supported.
+    """
+    if n >= _FORM_SIZES or k >= _FORM_SIZES:
+        return None
+    group = _FORM_GROUPS.get(group_size)
+    if group is None:
+        group = _FORM_GROUPS[stored_group_size(group_size)]
+    return n | k << 30 | group | has_zeros << 62
+
+
+def sizes_of(form: int) -> tuple[int, int, int, bool]:
+    """(K, N, stored group size, zero points) of a form."""
+    low = _FORM_SIZES - 1
+    return form >> 30 & low, form & low, _FORM_GROUP_SIZES[form >> 60 & 3], bool(form >> 62 & 1)
+
+
 class Layout:
     """Where each code, scale and zero point of one packed weight lies (byte offsets into the
     buffer)."""

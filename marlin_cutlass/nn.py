@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops, reference
-from .layout import BLOCK_COLUMNS, ceil_div, check_sizes, packed_bytes
+from .layout import BLOCK_COLUMNS, ceil_div, check_sizes, form_of, packed_bytes
 from .packed_weight import PackedWeight, check_permutation
 from .sharding import fuse_columns, shard_columns, shard_rows
 
@@ -238,28 +238,32 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor, swiglu: bool = False) -> Tensor:
         """x [..., K] -> [..., N], with swiglu [..., N/2] (see `gemm`), in x's dtype (under
         autocast: the autocast dtype)."""
-        kind = x.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):  # meta has no autocast state
-            x = x.to(torch.get_autocast_dtype(kind))
+        device = "cuda" if x.is_cuda else "cpu"
+        if torch.is_autocast_enabled(device) and not x.is_meta:
+            x = x.to(torch.get_autocast_dtype(device))
         a = x.to(self.dtype) if x.dtype == torch.float32 else x
         needs_grad = torch.is_grad_enabled() and a.requires_grad
         if swiglu:
             ops.check_swiglu(self.out_features)
-        op = ops.GEMM_AUTOGRAD if needs_grad else ops.GEMM_SWIGLU if swiglu else ops.GEMM
-        out = op(
-            a,
-            self.packed,
-            self.col_scale,
-            self.bias,
-            self.perm,
-            self.out_features,
-            self.in_features,
-            self.group_size,
-            self.has_zeros,
-            self._pinned.get((a.numel() // self.in_features, a.dtype), ops.AUTO)
-            if self._pinned
-            else ops.AUTO,
-        )
+        pinned, code = self._pinned, ops.AUTO
+        if pinned:
+            code = pinned.get((a.numel() // self.in_features, a.dtype), code)
+        # Not as attributes: a module finds each of them in Python, which takes a microsecond.
+        buffers = self._buffers
+        packed, col_scale, perm = buffers["packed"], buffers["col_scale"], buffers["perm"]
+        bias = buffers.get("bias")
+        if bias is None:
+            bias = self._parameters.get("bias")  # of one who trains it
+        n, k = self.out_features, self.in_features
+        group_size, has_zeros = self.group_size, self.has_zeros
+        form = form_of(k, n, group_size, has_zeros)
+        if form is None or needs_grad or swiglu:
+            op = ops.GEMM_AUTOGRAD if needs_grad else ops.GEMM_SWIGLU if swiglu else ops.GEMM
+            out = op(a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, code)
+        elif bias is None and perm is None and code == ops.AUTO:
+            out = ops.GEMM_COMPACT(a, packed, col_scale, form)  # what is left out costs nothing
+        else:
+            out = ops.GEMM_COMPACT(a, packed, col_scale, form, bias, perm, code)
         if swiglu and needs_grad:
             out = reference.swiglu(out)
         return out.to(x.dtype) if a is not x else out

@@ -1,6 +1,7 @@
 """The torch operators: schemas, checks, CPU and fake implementations, gradients.
 
-`marlin_cutlass::gemm`, `gemm_swiglu` and `gemm_out` are what engines call. Their CUDA
+`marlin_cutlass::gemm`, `gemm_swiglu` and `gemm_out` are what engines call; `gemm_compact` is `gemm`
+with fewer arguments, each of which costs an eager call 0.1-0.3 us. Their CUDA
 implementation lives in the launcher library (`csrc/`), which registers itself when the first CUDA
 call loads it. They carry no gradient, so that an inference call never enters Python;
 `gemm_autograd` is `gemm` with a gradient for a and bias, and `marlin_cutlass.gemm` picks it when a
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import short_dtype, sizes
-from .layout import SPARSE_GROUP_SIZES, check_sizes, packed_bytes, stored_group_size
+from .layout import SPARSE_GROUP_SIZES, check_sizes, packed_bytes, sizes_of, stored_group_size
 from .packed_weight import PackedWeight
 from .reference import (
     column_chunks,
@@ -40,6 +41,8 @@ SCHEMAS = (
     f"gemm_autograd({_ARGUMENTS}, int variant=-1) -> Tensor",
     f"gemm_swiglu({_ARGUMENTS}, int variant=-1) -> Tensor",
     f"gemm_out({_ARGUMENTS}, Tensor(a!) out, int variant=-1) -> ()",
+    f"gemm_compact(Tensor a, {_WEIGHT}, int form, Tensor? bias=None, Tensor? perm=None, "
+    "int variant=-1) -> Tensor",
     f"grad_input(Tensor grad, {_WEIGHT}, Tensor? perm, {_FORM}) -> Tensor",
 )
 # Name of a variant that every CUDA call must use; read once.
@@ -135,6 +138,21 @@ def _gemm_cpu(a, packed, col_scale, bias, perm, n, k, group_size, has_zeros, var
         raise ValueError(f"variant={variant} is neither an index nor {AUTO} or {BATCH_INVARIANT}")
     bias = None if bias is None else bias.to(a.dtype)
     return gemm_reference(a, weight, bias, row_by_row=variant == BATCH_INVARIANT)
+
+
+def _sizes_of_compact(form: int) -> tuple[int, int, int, bool]:
+    """n, k, group_size, has_zeros: as the other operators take them."""
+    k, n, group_size, has_zeros = sizes_of(form)
+    check_sizes(k, n, group_size)
+    return n, k, group_size, has_zeros
+
+
+def _gemm_compact_cpu(a, packed, col_scale, form, bias=None, perm=None, variant=AUTO):
+    return _gemm_cpu(a, packed, col_scale, bias, perm, *_sizes_of_compact(form), variant)
+
+
+def _gemm_compact_fake(a, packed, col_scale, form, bias=None, perm=None, variant=AUTO):
+    return _gemm_fake(a, packed, col_scale, bias, perm, *_sizes_of_compact(form), variant)
 
 
 def _gemm_swiglu_cpu(a, packed, col_scale, bias, perm, n, *form):
@@ -260,6 +278,7 @@ def _implement(registry: types.ModuleType) -> None:
         ("gemm_autograd", _gemm_cpu, _gemm_fake),
         ("gemm_swiglu", _gemm_swiglu_cpu, _gemm_swiglu_fake),
         ("gemm_out", _gemm_out_cpu, _gemm_out_fake),
+        ("gemm_compact", _gemm_compact_cpu, _gemm_compact_fake),
     ):
         library.impl(name, cpu, "CPU")
         library.impl(name, _first_call(name), "CompositeExplicitAutograd")
@@ -278,3 +297,4 @@ GEMM = torch.ops.marlin_cutlass.gemm.default
 GEMM_AUTOGRAD = torch.ops.marlin_cutlass.gemm_autograd.default
 GEMM_SWIGLU = torch.ops.marlin_cutlass.gemm_swiglu.default
 GEMM_OUT = torch.ops.marlin_cutlass.gemm_out.default
+GEMM_COMPACT = torch.ops.marlin_cutlass.gemm_compact.default

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from .layout import (
     LAYOUT_VERSION,
     ceil_div,
     check_sizes,
+    form_of,
     packed_bytes,
     stored_group_size,
 )
 
+_SIZES = frozenset({"n", "k", "group_size", "has_zeros", "sparse"})
 ACTIVATION_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -44,6 +46,26 @@ class PackedWeight:
     dtype: torch.dtype = torch.float16
     layout_version: int = LAYOUT_VERSION
     sparse: bool = False
+    # Sizes as the operator `gemm_compact` takes them (`layout.form_of`); None where they are not
+    # those of `packed`, which `gemm` then says, or are too large for it.
+    form: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.form = self._form()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name in _SIZES and "form" in self.__dict__:
+            self.form = self._form()
+
+    def _form(self) -> int | None:
+        sizes = self.k, self.n, self.group_size
+        try:
+            check_sizes(*sizes)
+            fits = packed_bytes(*sizes, self.has_zeros, self.sparse) == self.packed.numel()
+        except (TypeError, ValueError):
+            return None
+        return form_of(*map(int, sizes), bool(self.has_zeros)) if fits else None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -116,8 +116,9 @@ def build(folder: Path) -> Fake:
     driver = _build_driver(folder)
     path = library.build(defines=("MARLIN_CUTLASS_HOST_TEST",), folder=folder)
     registry = torch.library.Library(NAMESPACE, "DEF")
-    for schema in ops.SCHEMAS[:4]:
-        registry.define(schema)
+    for schema in ops.SCHEMAS:
+        if not schema.startswith("grad_input"):  # has no CUDA implementation
+            registry.define(schema)
     before = os.environ.get("MARLIN_CUTLASS_LIBCUDA")
     os.environ["MARLIN_CUTLASS_LIBCUDA"] = str(driver)
     try:

@@ -148,10 +148,11 @@ def test_peer_agrees_with_the_reference_on_a_gpu(key):
 
 def test_what_the_host_benchmark_times_is_the_same_product():
     timed = host.calls(64, 128, 2, device="cpu")
-    op, function = timed["torch.ops.marlin_cutlass.gemm"](), timed["marlin_cutlass.gemm"]()
-    assert torch.equal(op, function) and op.shape == (2, 64)
-    error = (op.float() - timed[host.LINEAR]().float()).norm() / op.float().norm()
-    assert error < 2e-3
+    op = timed["torch.ops.marlin_cutlass.gemm"]()
+    ours = [call() for name, call in timed.items() if "marlin_cutlass" in name]
+    assert len(ours) == 4 and all(torch.equal(op, out) for out in ours) and op.shape == (2, 64)
+    for name in (host.LINEAR, "torch.nn.Linear, fp16"):
+        assert (op.float() - timed[name]().float()).norm() / op.float().norm() < 2e-3
     shown = host.table({host.LINEAR: 20.0, "x": 10.0}, "t")
     assert list(shown.columns[2].cells) == ["1.00", "0.50"]
 

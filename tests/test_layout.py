@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from marlin_cutlass import layout, pack
-from marlin_cutlass.layout import Layout
+from marlin_cutlass.layout import Layout, form_of, sizes_of
 
 FORMATS = list(itertools.product((32, 64, 128, 256, -1), (False, True)))
 
@@ -129,3 +129,22 @@ def test_sizes_are_checked_by_name():
         layout.check_sizes(256, 64, 16)
     with pytest.raises(ValueError, match="use group_size=-1"):
         layout.check_sizes(192, 64, 192)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 384, -1])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("k, n", [(384, 1), (2**30 - 128, 2**30 - 1)])
+def test_a_form_holds_every_size(k, n, group_size, zeros):
+    code = form_of(k, n, group_size, zeros)
+    assert 0 <= code < 1 << 63
+    assert sizes_of(code) == (k, n, 128 if group_size == 384 else group_size, zeros)
+
+
+@pytest.mark.parametrize("k, n", [(128, 2**30), (2**30, 64)])
+def test_sizes_too_large_have_no_form(k, n):
+    assert form_of(k, n, 128, False) is None
+
+
+def test_a_form_of_an_unknown_group_size_is_refused():
+    with pytest.raises(ValueError, match="group_size=48 is not supported"):
+        form_of(96, 64, 48, False)

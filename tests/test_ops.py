@@ -11,9 +11,11 @@ import torch
 
 from marlin_cutlass import gemm, ops, pack
 from marlin_cutlass.errors import LibraryError
+from marlin_cutlass.layout import form_of
 
 REPO = Path(__file__).resolve().parent.parent
 gemm_op = torch.ops.marlin_cutlass.gemm.default
+compact_op = torch.ops.marlin_cutlass.gemm_compact.default
 gemm_autograd_op = torch.ops.marlin_cutlass.gemm_autograd.default
 gemm_out_op = torch.ops.marlin_cutlass.gemm_out.default
 
@@ -34,13 +36,16 @@ def test_opcheck(act_order):
     a, bias = torch.randn(8, 256).half(), torch.randn(96)
     torch.library.opcheck(gemm_op, (a, *form(w, bias)))
     torch.library.opcheck(gemm_op, (a.view(2, 4, 256), *form(w)))
+    torch.library.opcheck(compact_op, (a, w.packed, w.col_scale, w.form, bias, w.perm))
+    torch.library.opcheck(compact_op, (a.view(2, 4, 256), w.packed, w.col_scale, w.form))
     torch.library.opcheck(gemm_out_op, (a, *form(w), torch.empty(8, 96).half()))
     torch.library.opcheck(gemm_autograd_op, (a.requires_grad_(), *form(w)))
 
 
-def test_the_inference_operator_carries_no_python_autograd():
+def test_the_inference_operators_carry_no_python_autograd():
     # Entering Python would cost more than the launch.
     assert "\nAutograd" not in torch._C._dispatch_dump("marlin_cutlass::gemm")
+    assert "\nAutograd" not in torch._C._dispatch_dump("marlin_cutlass::gemm_compact")
     assert "\nAutograd" in torch._C._dispatch_dump("marlin_cutlass::gemm_autograd")
 
 
@@ -71,7 +76,7 @@ def test_compile_serves_every_number_of_rows_with_two_compilations():
         for n in graph.graph.nodes
         if n.op == "call_function"
     ]
-    assert calls.count("marlin_cutlass.gemm.default") == len(compilations)
+    assert calls.count("marlin_cutlass.gemm_compact.default") == len(compilations)
     assert not any("clone" in call for call in calls)
 
 
@@ -132,6 +137,28 @@ def test_the_operator_checks_as_strictly_as_the_function():
         bad[index] = value
         with pytest.raises((ValueError, TypeError), match=text):
             gemm_op(a, *bad)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_compact_operator_is_the_same_product(group_size, zeros):
+    k, n = 512, 96
+    groups = 1 if group_size < 0 else k // group_size
+    q, scales = torch.randint(0, 16, (k, n), dtype=torch.uint8), torch.rand(groups, n).half()
+    z = torch.randint(0, 17, (groups, n)) if zeros else None
+    w, a, bias = pack(q, scales, z, group_size=group_size), torch.randn(3, k).half(), torch.ones(n)
+    operands = (a, w.packed, w.col_scale)
+    assert torch.equal(compact_op(*operands, w.form, bias), gemm_op(a, *form(w, bias)))
+    assert torch.equal(compact_op(*operands, w.form), gemm_op(a, *form(w)))
+    other = 64 if group_size in (128, 256) else 128
+    with pytest.raises(ValueError, match="packed has shape"):
+        compact_op(*operands, form_of(k, n, other, zeros))
+    with pytest.raises(ValueError, match="packed has shape"):
+        compact_op(*operands, form_of(k, n, group_size, not zeros))
+    with pytest.raises(ValueError, match="K=0"):
+        compact_op(*operands, 0)
+    with pytest.raises(ValueError, match="col_scale has shape"):
+        compact_op(a, w.packed, w.col_scale[:-1], w.form)
 
 
 def test_other_devices_are_refused():

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import marlin_cutlass as mc
-from marlin_cutlass import dispatch, jit, library
+from marlin_cutlass import dispatch, jit, layout, library
 from marlin_cutlass import settings as settings_module
 
 REPO = Path(__file__).resolve().parent.parent
@@ -180,6 +180,8 @@ def form(**change):
 def test_the_right_call_launches(launcher):
     torch.testing.assert_close(OPERATOR.gemm(*form()), mc.gemm(A, W), rtol=2e-3, atol=2e-3)
     assert launcher.record.launches == 1
+    out = OPERATOR.gemm_compact(A, W.packed, W.col_scale, W.form)
+    assert torch.equal(out, OPERATOR.gemm(*form())) and launcher.record.launches == 3
 
 
 QUICK = settings(
@@ -199,6 +201,30 @@ def test_no_mixture_of_numbers_reaches_a_launch(launcher, n, k, group_size, zero
     fits = k == K and (n + 63) // 64 == 2 and group_size in (128, 256) and not zeros
     try:
         out = OPERATOR.gemm(*form(**change))
+    except (ValueError, RuntimeError):
+        assert launcher.record.launches == 0
+        return
+    assert fits and launcher.record.launches == 1 and tuple(out.shape) == (4, n)
+
+
+@QUICK
+@given(
+    n=NUMBERS.map(lambda n: n % 2**30) | st.just(N),
+    k=NUMBERS.map(lambda k: k % 2**30) | st.just(K),
+    group=st.sampled_from([32, 64, 128, -1]),
+    zeros=st.booleans(),
+    bits=st.just(0) | st.integers(-(1 << 63), (1 << 63) - 1),
+    variant=NUMBERS,
+)
+def test_no_form_but_that_of_the_weight_reaches_a_launch(
+    launcher, n, k, group, zeros, bits, variant
+):
+    launcher.reset()
+    code = bits or layout.form_of(k, n, group, zeros)
+    k, n, group, zeros = layout.sizes_of(code)
+    fits = k == K and (n + 63) // 64 == 2 and group == 128 and not zeros
+    try:
+        out = OPERATOR.gemm_compact(A, W.packed, W.col_scale, code, None, None, variant)
     except (ValueError, RuntimeError):
         assert launcher.record.launches == 0
         return
@@ -229,8 +255,9 @@ def tensors(draw):
 @given(
     role=st.sampled_from(["a", "packed", "col_scale", "bias", "perm", "out"]),
     tensor=tensors(),
+    compact=st.booleans(),
 )
-def test_no_strange_tensor_reaches_a_launch(launcher, role, tensor):
+def test_no_strange_tensor_reaches_a_launch(launcher, role, tensor, compact):
     """One operand replaced by any tensor: refused, or it fits and the product has its shape."""
     launcher.reset()
     values = form() if role == "out" else form(**{role: tensor})
@@ -238,6 +265,9 @@ def test_no_strange_tensor_reaches_a_launch(launcher, role, tensor):
         if role == "out":
             OPERATOR.gemm_out(*values[:-1], tensor, -1)
             out = tensor
+        elif compact:
+            a, packed, scale, bias, perm = values[:5]
+            out = OPERATOR.gemm_compact(a, packed, scale, W.form, bias, perm)
         else:
             out = OPERATOR.gemm(*values)
     except (ValueError, RuntimeError, NotImplementedError):

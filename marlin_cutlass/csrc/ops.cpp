@@ -173,6 +173,12 @@ void check_form(const Form& f) {
   if (f.group_size > 0 && f.k % f.group_size) invalid(describe(f), ": K=", f.k, " is not a multiple of group_size=", f.group_size);
 }
 
+// What a form of gemm_compact holds (form_of in layout.py).
+Form form_of(int64_t code) {
+  constexpr int64_t kSizes = (int64_t{1} << 30) - 1, kGroupSizes[4] = {128, 64, 32, -1};
+  return {code & kSizes, code >> 30 & kSizes, kGroupSizes[code >> 60 & 3], (code >> 62 & 1) != 0};
+}
+
 void check_device(const char* name, const Operand& t, const Operand& a) {
   if (t.device_type != codes().cuda || t.device != a.device)
     invalid(name, " is not on cuda:", a.device, " like a: move one of them");
@@ -338,7 +344,7 @@ struct Arguments {
   int64_t columns() const { return swiglu ? form.n / 2 : form.n; }  // of the result
 };
 
-// The order of SCHEMAS in marlin_cutlass/ops.py. From here on every tensor is freed, whatever throws.
+// Arguments in the order of SCHEMAS in marlin_cutlass/ops.py. From here on every tensor is freed, whatever throws.
 Arguments read_arguments(const StableIValue* stack, bool with_out) {
   ArgumentReader next(stack);
   Arguments x;
@@ -356,6 +362,19 @@ Arguments read_arguments(const StableIValue* stack, bool with_out) {
   return x;
 }
 
+Arguments read_compact_arguments(const StableIValue* stack) {
+  ArgumentReader next(stack);
+  Arguments x;
+  x.a = next.tensor();
+  x.packed = next.tensor();
+  x.col_scale = next.tensor();
+  x.form = form_of(next.integer());
+  x.bias = next.optional_tensor();
+  x.perm = next.optional_tensor();
+  x.variant = next.integer();
+  return x;
+}
+
 void check_schema(uint64_t arguments, uint64_t outputs, uint64_t want_arguments, uint64_t want_outputs) {
   if (arguments != want_arguments || outputs != want_outputs)
     failed("the operator's schema has ", arguments, " arguments and ", outputs, " results, the library ", want_arguments, " and ", want_outputs);
@@ -366,6 +385,7 @@ void check_operands(Arguments& x, const Operand& a, const Operand& packed, const
   x.form.sparse = packed.dim == 1 && is_sparse(packed.sizes[0], x.form);
   check_activations(a, x.form);
   check_weight(packed, scale, x.form, a);
+  if (x.swiglu && x.form.n % 4) invalid("N=", x.form.n, " must be a multiple of 4 for swiglu: two columns of the gate beside two of up");
   if (x.perm) check_part("perm", Operand(x.perm), codes().int32, x.form.k, x.form, a);
 }
 
@@ -410,14 +430,10 @@ void multiply(const Arguments& x, const Operand& a, const Operand& packed, const
   else launch_by_rows(call, chosen.index, chosen.rows_per_launch);
 }
 
-// The operators that return their result; gemm_out writes into one.
-void gemm_returning(StableIValue* stack, uint64_t arguments, uint64_t outputs, bool swiglu) {
-  check_schema(arguments, outputs, 10, 1);
-  Arguments x = read_arguments(stack, false);
-  x.swiglu = swiglu;
+// The result of an operator that returns it, in place of the arguments.
+void return_product(StableIValue* stack, Arguments& x) {
   const Operand a(x.a), packed(x.packed), scale(x.col_scale);
   check_operands(x, a, packed, scale);
-  if (swiglu && x.form.n % 4) invalid("N=", x.form.n, " must be a multiple of 4 for swiglu: two columns of the gate beside two of up");
   const int64_t rows = a.row_count();
   Handle out = empty_output(a, x.columns());
   if (rows > 0) multiply(x, a, packed, scale, rows, data_of(out), x.columns());
@@ -426,8 +442,24 @@ void gemm_returning(StableIValue* stack, uint64_t arguments, uint64_t outputs, b
 }
 
 // gemm and gemm_autograd.
-void gemm(StableIValue* stack, uint64_t arguments, uint64_t outputs) { gemm_returning(stack, arguments, outputs, false); }
-void gemm_swiglu(StableIValue* stack, uint64_t arguments, uint64_t outputs) { gemm_returning(stack, arguments, outputs, true); }
+void gemm(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
+  check_schema(arguments, outputs, 10, 1);
+  Arguments x = read_arguments(stack, false);
+  return_product(stack, x);
+}
+
+void gemm_swiglu(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
+  check_schema(arguments, outputs, 10, 1);
+  Arguments x = read_arguments(stack, false);
+  x.swiglu = true;
+  return_product(stack, x);
+}
+
+void gemm_compact(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
+  check_schema(arguments, outputs, 7, 1);
+  Arguments x = read_compact_arguments(stack);
+  return_product(stack, x);
+}
 
 void gemm_out(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
   check_schema(arguments, outputs, 11, 0);
@@ -446,6 +478,7 @@ STABLE_TORCH_LIBRARY_IMPL(MC_NAMESPACE, MC_DISPATCH_KEY, library) {
   library.impl("gemm_autograd", &gemm);
   library.impl("gemm_swiglu", &gemm_swiglu);
   library.impl("gemm_out", &gemm_out);
+  library.impl("gemm_compact", &gemm_compact);
 }
 
 }  // namespace marlin_cutlass

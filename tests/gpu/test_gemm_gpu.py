@@ -15,6 +15,7 @@ import reference
 import torch
 
 import marlin_cutlass as mc
+from benchmarks import host
 from marlin_cutlass import dispatch, library
 
 pytestmark = pytest.mark.gpu
@@ -553,17 +554,16 @@ def seconds(call, count=2000) -> float:
 
 
 def test_host_time_against_linear():
-    w, a = weight(256, 256), torch.randn(1, 256, device=DEVICE).half()
-    dense_weight = torch.randn(256, 256, device=DEVICE).half()
-    arguments = (a, *form(w), -1)
-    op = torch.ops.marlin_cutlass.gemm.default
+    timed = host.calls(256, 256, 1)
     with torch.no_grad():
-        linear = seconds(lambda: torch.nn.functional.linear(a, dense_weight))
-        operator = seconds(lambda: op(*arguments))
-        function = seconds(lambda: mc.gemm(a, w))
-    text = f"op {operator * 1e6:.1f}, gemm {function * 1e6:.1f}, linear {linear * 1e6:.1f} us"
+        took = {name: seconds(call) * 1e6 for name, call in timed.items()}
+    text = ", ".join(f"{name} {us:.1f} us" for name, us in took.items())
     print(text)
-    assert operator <= 0.7 * linear and function <= 1.0 * linear, text
+    linear = took[host.LINEAR]
+    assert took["torch.ops.marlin_cutlass.gemm_compact"] <= 0.6 * linear, text
+    assert took["torch.ops.marlin_cutlass.gemm"] <= 0.75 * linear, text
+    assert took["marlin_cutlass.gemm"] <= 0.75 * linear, text
+    assert took["marlin_cutlass.QuantLinear"] <= took["torch.nn.Linear, fp16"], text
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
