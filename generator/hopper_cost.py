@@ -1,8 +1,9 @@
 """Time of a Hopper launch on the busiest SM: the fitted part of the cost model.
 
 Constants: coordinate descent on the mean error (log ratio) and what the model's choice costs, over
-5937 dense fp16 timings of generator/tuning/nvidia_h200.json, 47 weights from 512 x 512 to
-57344 x 8192, M = 1..4096, NVIDIA H200, 2026-11-30, mean of times with and without dependent launch;
+6990 dense fp16 timings of generator/tuning/nvidia_h200.json, 47 weights from 512 x 512 to
+57344 x 8192, M = 1..4096, NVIDIA H200, 2026-11-30 and 2026-12-01, mean of times with and without
+dependent launch;
 row tiles that were not timed (88, 240) lie between their neighbours. docs/performance.md has the
 errors.
 """
@@ -18,18 +19,18 @@ from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
 from generator.schedule import RASTER, whole_passes
 from generator.variant import Variant
 
-START_US = 1.86  # gap between kernels and first data
-OVERLAP_LOSS = 0.0573  # share of the shorter of (memory, compute) that does not hide
+START_US = 1.92  # gap between kernels and first data
+OVERLAP_LOSS = 0.0426  # share of the shorter of (memory, compute) that does not hide
 STREAM_EFFICIENCY = 1.056  # of the measured bandwidth, inside the main loop
 # Cycles of one 64 x 64 piece of weights per SM, dequantisation and four wgmma, by m_tile. Nominal
 # clock: under load it is lower, which is in the figures.
 PIECE_CYCLES = {
     8: 90.6,
-    16: 101.4,
-    24: 105.1,
+    16: 100.7,
+    24: 106.5,
     32: 118.9,
-    40: 137,
-    48: 149.4,
+    40: 136,
+    48: 148.4,
     56: 158.6,
     64: 174.5,
     72: 152.7,
@@ -47,25 +48,26 @@ PIECE_CYCLES = {
     240: 463,
     256: 495.5,
 }
-L2_BYTES_PER_CLOCK = 54  # into one SM: weights, and activations once per tile of columns
+L2_BYTES_PER_CLOCK = 54.7  # into one SM: weights, and activations once per tile of columns
 PIECE_WEIGHT_BYTES = 2112
 # One, two, three warpgroups at work hide less latency: with row tiles up to 64, and beyond.
 FEW_WARPGROUPS = ((1.36, 1.01, 1.01), (1.35, 1.24, 1.18))
 ONE_BLOCK = {96: 1.02, 128: 0.981}  # where a warpgroup has one block of columns, by m_tile
-K_GROUPS = {1: 1.0, 2: 1.028, 4: 1.184}  # warpgroups along K take stages in turn
-RAW_CODES = 0.978  # few rows: codes are multiplied as they lie
+K_GROUPS = {1: 1.0, 2: 1.035, 4: 1.192}  # warpgroups along K take stages in turn
+CTAS_PER_SM = {1: 1.0, 2: 0.925, 3: 0.986}  # one starts or stores while another multiplies
+RAW_CODES = 0.923  # few rows: codes are multiplied as they lie
 # Ranges of stream-K are at different k steps, so that each reads its activations from memory where
 # those of neighbouring row tiles exceed what L2 keeps: per so many bytes beyond the first.
 RANGES_APART, APART_BYTES = 0.0709, 16 << 20
 MULTICAST_ROWS, MULTICAST = 128, 0.974  # activations loaded once for two CTAs: less power
-CLUSTER_US = 0.658  # sum over a cluster
-RANGES_US, RANGES_PER_VALUE = 2.42, 4.31e-05  # stream-K: partial tiles through L2, for each sharer
+CLUSTER_US = 0.696  # sum over a cluster
+RANGES_US, RANGES_PER_VALUE = 2.39, 4.31e-05  # stream-K: partial tiles through L2, for each sharer
 HYBRID_US, HYBRID_ROWS = 2.16, 0.0753  # the second: share of time lost with several row tiles
 # Sum over the CTAs that share a block of a hybrid pass, and the part of the time in which whole
 # blocks run on beside it that hides it.
 SHARES_US, SHARES_PER_ROW_AND_SHARER, SHARES_HIDDEN = 1.56, 0.00408, 0.451
-ROUND_US = 1.24  # each further tile of a CTA: drain and restart
-TILE_US_PER_VALUE = 1.52e-05  # epilogue
+ROUND_US = 1.21  # each further tile of a CTA: drain and restart
+TILE_US_PER_VALUE = 1.68e-05  # epilogue
 CLUSTERS_OF_FOUR = 30 / 33  # of the clusters that fit by count; GPCs have odd numbers of SMs
 # Sparse: a piece is 64 x 128, with as many codes and as many instructions of the same length, each
 # over twice as many activations, and the places of the kept values. Fitted to 250 timings of twelve
@@ -100,7 +102,7 @@ class HopperModel:
         self.slots = v.n_sm // BLOCK_COLUMNS
         self.step_pieces = v.k_sm / (128 if v.sparse else 64)
         self.cycles = [0.0, *(_cycles(v, busy, format_factor) for busy in range(1, 9))]
-        self.busy = min(v.warps_n * v.warps_k, 8)
+        self.busy = min(v.warps_n * v.warps_k * v.ctas_per_sm, 8)
         self.tile_us = TILE_US_PER_VALUE * v.m_tile * v.n_sm
         kinds: dict[str, Callable[..., tuple[float, float, float]]] = {
             "hybrid": self._hybrid,
@@ -179,7 +181,7 @@ def _cycles(v: Variant, busy: int, format_factor: float) -> float:
     at small tiles only.
     """
     factor = FEW_WARPGROUPS[v.m_tile > 64][busy - 1] if busy <= 3 else 1.0
-    factor *= K_GROUPS.get(v.warps_k, 1.0)
+    factor *= K_GROUPS.get(v.warps_k, 1.0) * CTAS_PER_SM.get(v.ctas_per_sm, 1.0)
     if v.sums_activations:
         factor *= RAW_CODES
     if v.multicast > 1 and v.m_tile >= MULTICAST_ROWS:

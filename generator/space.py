@@ -48,8 +48,8 @@ class Entry:
 
 
 # ---- hopper: sm_90a ------------------------------------------------------------------------------
-# Weights stream at 4.3 TB/s only with about 128 KiB in flight per SM (H200, 2026-11-29), hence
-# depths that fill shared memory. "Ragged": a tile count just above a multiple of the SMs, where
+# Weights stream at 4.3 TB/s only with about 128 KiB of them in flight per SM (H200, 2026-11-29):
+# depths that come near it, and no deeper; tiles of 64 columns fill shared memory. "Ragged": a tile count just above a multiple of the SMs, where
 # equal shares of K beat whole tiles.
 # A few spilled words hold the state of the loop over tiles, read once per tile: harmless (seen in
 # SASS, nvcc 13.0).
@@ -67,25 +67,29 @@ HOPPER = (
         TILE_LOOP_SPILL,
     ),
     Row("m8_n128k256_w2x2_p8_split2_c1", COMMON, "1-8, medium N: a cluster splits K"),
-    Row("m8_n64k256_w1x4_p8_split2_c1", COMMON, "few columns: four k groups in each CTA of two"),
+    Row("m8_n64k256_w1x4_p12_split2_c1", COMMON, "few columns: four k groups in each CTA of two"),
     Row("m8_n64k256_w1x4_p8_split4_c1", COMMON, "1-8, fewer columns: four CTAs split K"),
-    Row("m8_n64k256_w1x4_p8_dp_c1", COMMON, "1-8, one 64-wide tile a SM"),
+    Row("m8_n64k256_w1x4_p12_dp_c1", COMMON, "1-8, one 64-wide tile a SM"),
+    Row("m8_n64k256_w1x1_p5_dp_c3", COMMON, "1-8, three 64-wide tiles a SM"),
     # batch 9..16
     Row("m16_n256k256_w4x1_p4_dp_c1", COMMON, "9-16, wide N, tiles just under one a SM"),
-    Row("m16_n192k256_w3x1_p6_dp_c1", COMMON, "9-16, one 192-wide tile a SM"),
     Row("m16_n256k256_w4x1_p4_hybrid_c1", REST, "9-16, wide N, other formats", TILE_LOOP_SPILL),
     Row("m16_n256k256_w4x1_p4_streamk_c1", COMMON, "9-16, deep K at less power", TILE_LOOP_SPILL),
-    Row("m16_n128k256_w2x2_p8_dp_c1", COMMON, "9-16, two k groups, tiles just under a wave"),
+    Row("m16_n128k256_w2x2_p8_split2_c1", COMMON, "9-16, medium N: a cluster splits K"),
+    Row("m16_n64k256_w1x4_p12_split2_c1", COMMON, "9-16, few columns"),
+    Row("m16_n64k256_w1x4_p8_split2_c1", REST, "few columns, the other formats"),
+    Row("m16_n64k256_w1x4_p8_split4_c1", COMMON, "9-16, fewer columns: four CTAs split K"),
+    Row("m16_n64k256_w1x4_p12_dp_c1", COMMON, "9-16, one 64-wide tile a SM"),
     Row(
-        "m16_n128k256_w2x2_p8_streamk_c1",
+        "m16_n64k256_w1x4_p12_streamk_c1",
         COMMON,
-        "9-16, medium N: equal shares of K",
+        "9-16, four k groups, equal shares of K",
         TILE_LOOP_SPILL,
     ),
-    Row("m16_n128k256_w2x2_p8_split2_c1", COMMON, "9-16, medium N: a cluster splits K"),
-    Row("m16_n64k256_w1x4_p8_split2_c1", ALL, "few columns, every format"),
-    Row("m16_n64k256_w1x4_p8_split4_c1", COMMON, "9-16, fewer columns: four CTAs split K"),
-    Row("m16_n64k256_w1x4_p8_dp_c1", COMMON, "9-16, one 64-wide tile a SM"),
+    Row("m16_n64k256_w1x2_p6_dp_c2", COMMON, "9-16, two 64-wide tiles a SM"),
+    Row("m16_n64k256_w1x2_p6_split2_c2", COMMON, "9-16, two halves of 64-wide tiles a SM"),
+    Row("m16_n64k256_w1x1_p4_dp_c3", COMMON, "9-16, three 64-wide tiles a SM"),
+    Row("m16_n64k256_w1x1_p4_split2_c3", COMMON, "9-16, three halves of 64-wide tiles a SM"),
     # batch 17..32
     Row("m24_n256k256_w4x1_p4_dp_c1", COMMON, "17-24, wide N, tiles just under one a SM"),
     Row(
@@ -101,6 +105,8 @@ HOPPER = (
         TILE_LOOP_SPILL,
     ),
     Row("m24_n64k256_w1x4_p8_split2_c1", COMMON, "17-24, few columns", TILE_LOOP_SPILL),
+    Row("m24_n64k256_w1x4_p8_dp_c1", COMMON, "17-24, one 64-wide tile a SM"),
+    Row("m24_n64k256_w1x1_p3_dp_c3", COMMON, "17-24, three 64-wide tiles a SM"),
     Row("m32_n192k256_w3x1_p4_dp_c1", COMMON, "17-32, one 192-wide tile a SM"),
     Row(
         "m32_n256k256_w4x1_p4_streamk_c1",
@@ -152,7 +158,7 @@ HOPPER = (
     Row("m48_n64k256_w1x2_p6_split2_c1", COMMON, "41-48, few columns"),
     Row("m56_n128k256_w2x1_p4_streamk_c1_mc2", COMMON, "49-56, medium N: equal shares of K"),
     Row("m56_n128k256_w2x1_p4_split2_c1", COMMON, "49-56, medium N: a cluster splits K"),
-    Row("m56_n64k128_w1x2_p8_split2_c1", COMMON, "49-56, few columns"),
+    Row("m56_n64k128_w1x2_p10_split2_c1", COMMON, "49-56, few columns"),
     Row("m64_n256k256_w4x1_p3_hybrid_c1", REST, "33-64, wide N, other formats", TILE_LOOP_SPILL),
     Row(
         "m64_n256k256_w4x1_p3_streamk_c1_mc2",
