@@ -44,9 +44,9 @@ struct HopperConfig {
   static constexpr bool kActivationSums = (kMTile == 8 || (kMTile == 16 && kWarpgroupsN == 4)) && kEvenGroups && kKSm / kGroupSize % 2 == 0 &&
                                           !kSparse && kMulticast == 1 && kCtasPerSm == 1 && kConsumerWarpgroups == 4;
   // Zero points and few rows: scales act on the sums over a group. Per weight that saves one instruction of two, per group it costs one for each sum.
-  // Two data-parallel CTAs of two warpgroups each have 96 registers a thread, three fewer than it takes.
-  static constexpr bool kScaleSums =
-      kActivationSums || (kZeros_ && kMTile <= 32 && kEvenGroups && !(kCtasPerSm == 2 && kDecomposition == Decomposition::kDataParallel));
+  // Two data-parallel CTAs an SM of two k groups have 96 registers a thread, three fewer than it takes.
+  static constexpr bool kNoRegistersForSums = kCtasPerSm == 2 && kWarpgroupsK == 2 && kDecomposition == Decomposition::kDataParallel;
+  static constexpr bool kScaleSums = kActivationSums || (kZeros_ && kMTile <= 32 && kEvenGroups && !kNoRegistersForSums);
   // The tile of large products keeps its sums in units of the scale of the group at hand, so that tensor cores multiply small integers, with few
   // bits set, at less power. H200, 2026-11-30, M = 1024 and 2048: 1-2 % less time; with bf16, which has few bits as it is, 0.3-2 % more.
   static constexpr bool kRunningScale = kDecomposition == Decomposition::kDataParallel && kWarpgroupsK == 1 && kMTile == 256 && kGroupSize == 128 &&
