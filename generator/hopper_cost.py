@@ -3,9 +3,8 @@
 Constants: coordinate descent on the mean error (log ratio) and what the model's choice costs, over
 6990 dense fp16 timings of generator/tuning/nvidia_h200.json, 47 weights from 512 x 512 to
 57344 x 8192, M = 1..4096, NVIDIA H200, 2026-11-30 and 2026-12-01, mean of times with and without
-dependent launch;
-row tiles that were not timed (88, 240) lie between their neighbours. docs/performance.md has the
-errors.
+dependent launch; row tiles that were not timed (88, 240) lie between their neighbours.
+docs/performance.md has the errors.
 """
 
 from __future__ import annotations
