@@ -142,7 +142,9 @@ def form_of(k: int, n: int, group_size: int, has_zeros: bool) -> int | None:
 
 
 def sizes_of(form: int) -> tuple[int, int, int, bool]:
-    """(K, N, stored group size, zero points) of a form."""
+    """(K, N, stored group size, zero points) of a form. Raises ValueError for a negative one."""
+    if form < 0:
+        raise ValueError(f"form={form} must not be negative: see layout.form_of")
     low = _FORM_SIZES - 1
     return form >> 30 & low, form & low, _FORM_GROUP_SIZES[form >> 60 & 3], bool(form >> 62 & 1)
 

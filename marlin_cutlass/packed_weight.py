@@ -62,10 +62,12 @@ class PackedWeight:
         sizes = self.k, self.n, self.group_size
         try:
             check_sizes(*sizes)
-            fits = packed_bytes(*sizes, self.has_zeros, self.sparse) == self.packed.numel()
+            total = packed_bytes(*sizes, self.has_zeros, self.sparse)
         except (TypeError, ValueError):
             return None
-        return form_of(*map(int, sizes), bool(self.has_zeros)) if fits else None
+        if not isinstance(self.packed, Tensor) or self.packed.numel() != total:
+            return None
+        return form_of(*map(int, sizes), bool(self.has_zeros))
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -145,6 +145,11 @@ def test_sizes_too_large_have_no_form(k, n):
     assert form_of(k, n, 128, False) is None
 
 
+def test_a_negative_form_is_refused():
+    with pytest.raises(ValueError, match="form=-1 must not be negative"):
+        sizes_of(-1)
+
+
 def test_a_form_of_an_unknown_group_size_is_refused():
     with pytest.raises(ValueError, match="group_size=48 is not supported"):
         form_of(96, 64, 48, False)

@@ -216,13 +216,15 @@ def test_no_mixture_of_numbers_reaches_a_launch(launcher, n, k, group_size, zero
     bits=st.just(0) | st.integers(-(1 << 63), (1 << 63) - 1),
     variant=NUMBERS,
 )
-def test_no_form_but_that_of_the_weight_reaches_a_launch(
-    launcher, n, k, group, zeros, bits, variant
-):
+def test_no_form_of_other_sizes_reaches_a_launch(launcher, n, k, group, zeros, bits, variant):
+    """A form is refused unless its buffers have the sizes of those given."""
     launcher.reset()
     code = bits or layout.form_of(k, n, group, zeros)
-    k, n, group, zeros = layout.sizes_of(code)
-    fits = k == K and (n + 63) // 64 == 2 and group == 128 and not zeros
+    fits = False
+    if code >= 0:
+        k, n, group, zeros = layout.sizes_of(code)
+        size = layout.packed_bytes(k, n, group, zeros)
+        fits = k == K and (n + 63) // 64 == 2 and size == W.packed.numel()
     try:
         out = OPERATOR.gemm_compact(A, W.packed, W.col_scale, code, None, None, variant)
     except (ValueError, RuntimeError):

@@ -175,6 +175,7 @@ void check_form(const Form& f) {
 
 // What a form of gemm_compact holds (form_of in layout.py).
 Form form_of(int64_t code) {
+  if (code < 0) invalid("form=", code, " must not be negative: see form_of in layout.py");
   constexpr int64_t kSizes = (int64_t{1} << 30) - 1, kGroupSizes[4] = {128, 64, 32, -1};
   return {code & kSizes, code >> 30 & kSizes, kGroupSizes[code >> 60 & 3], (code >> 62 & 1) != 0};
 }
