@@ -49,7 +49,7 @@ class Entry:
 
 # ---- hopper: sm_90a ------------------------------------------------------------------------------
 # Weights stream at 4.3 TB/s only with about 128 KiB of them in flight per SM (H200, 2026-11-29):
-# depths that come near it, and no deeper; tiles of 64 columns fill shared memory for that.
+# depths that come near it, and no deeper; a tile of 64 columns takes 12 stages for 101 KB.
 # "Ragged": a tile count just above a multiple of the SMs, where equal shares of K beat whole tiles.
 # Two and three CTAs an SM need tiles for most places: fewer gather on some SMs under dependent
 # launch, and the table leaves such shapes to other kernels.

@@ -129,15 +129,16 @@ _FORM_GROUPS = {size: place << 60 for place, size in enumerate(_FORM_GROUP_SIZES
 def form_of(k: int, n: int, group_size: int, has_zeros: bool) -> int | None:
     """Sizes of a weight in one integer, where four arguments of an operator cost more: N in bits
     0-29, K in 30-59, place of the stored group size among 128, 64, 32 and -1 in 60-61, zero points
-    in 62. None for N or K of 2^30 and more.
-
-    Raises ValueError for a group size that is not supported.
+    in 62. None for what has no form: N or K of 2^30 and more, and sizes of no weight, which the
+    operators that take them one by one refuse by name.
     """
-    if n >= _FORM_SIZES or k >= _FORM_SIZES:
+    if not (0 < n < _FORM_SIZES and 0 < k < _FORM_SIZES):
         return None
     group = _FORM_GROUPS.get(group_size)
     if group is None:
-        group = _FORM_GROUPS[stored_group_size(group_size)]
+        if group_size < 1 or group_size % BLOCK_DEPTH or k % group_size:
+            return None
+        group = _FORM_GROUPS[BLOCK_DEPTH]
     return n | k << 30 | group | has_zeros << 62
 
 

@@ -61,8 +61,8 @@ class QuantLinear(nn.Module):
         check_sizes(in_features, out_features, group_size)
         if dtype not in (torch.float16, torch.bfloat16):
             raise TypeError(f"dtype={dtype} is not supported: use float16 or bfloat16")
-        self.in_features, self.out_features = in_features, out_features
-        self.group_size, self.has_zeros, self.dtype = group_size, zeros, dtype
+        self.in_features, self.out_features = int(in_features), int(out_features)
+        self.group_size, self.has_zeros, self.dtype = int(group_size), bool(zeros), dtype
         self.sparse = sparse
         self.pins: dict[int, str] = {}  # kernel by number of rows; see pin
         self._pinned: dict[tuple[int, torch.dtype], int] = {}
@@ -242,18 +242,21 @@ class QuantLinear(nn.Module):
         if torch.is_autocast_enabled(device) and not x.is_meta:
             x = x.to(torch.get_autocast_dtype(device))
         a = x.to(self.dtype) if x.dtype == torch.float32 else x
-        needs_grad = torch.is_grad_enabled() and a.requires_grad
         if swiglu:
             ops.check_swiglu(self.out_features)
         pinned, code = self._pinned, ops.AUTO
         if pinned:
             code = pinned.get((a.numel() // self.in_features, a.dtype), code)
         # Not as attributes: a module finds each of them in Python, which takes a microsecond.
-        buffers = self._buffers
-        packed, col_scale, perm = buffers["packed"], buffers["col_scale"], buffers["perm"]
-        bias = buffers.get("bias")
-        if bias is None:
-            bias = self._parameters.get("bias")  # of one who trains it
+        own = self._buffers
+        try:
+            packed, col_scale = own["packed"], own["col_scale"]
+            perm, bias = own["perm"], own["bias"]
+        except KeyError:  # one is a parameter now, parametrised, or a plain attribute of a replica
+            packed, col_scale, perm, bias = self.packed, self.col_scale, self.perm, self.bias
+        needs_grad = torch.is_grad_enabled() and (
+            a.requires_grad or (bias is not None and bias.requires_grad)
+        )
         n, k = self.out_features, self.in_features
         group_size, has_zeros = self.group_size, self.has_zeros
         form = form_of(k, n, group_size, has_zeros)

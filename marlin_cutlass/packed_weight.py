@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from .layout import (
     stored_group_size,
 )
 
-_SIZES = frozenset({"n", "k", "group_size", "has_zeros", "sparse"})
+_SIZES = frozenset({"packed", "n", "k", "group_size", "has_zeros", "sparse"})
 ACTIVATION_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -48,7 +48,7 @@ class PackedWeight:
     sparse: bool = False
     # Sizes as the operator `gemm_compact` takes them (`layout.form_of`); None where they are not
     # those of `packed`, which `gemm` then says, or are too large for it.
-    form: int | None = field(default=None, init=False)
+    form: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         self.form = self._form()
@@ -59,15 +59,15 @@ class PackedWeight:
             self.form = self._form()
 
     def _form(self) -> int | None:
-        sizes = self.k, self.n, self.group_size
         try:
-            check_sizes(*sizes)
-            total = packed_bytes(*sizes, self.has_zeros, self.sparse)
+            check_sizes(self.k, self.n, self.group_size)
+            k, n, group_size = int(self.k), int(self.n), int(self.group_size)
+            total = packed_bytes(k, n, group_size, self.has_zeros, self.sparse)
         except (TypeError, ValueError):
             return None
         if not isinstance(self.packed, Tensor) or self.packed.numel() != total:
             return None
-        return form_of(*map(int, sizes), bool(self.has_zeros))
+        return form_of(k, n, group_size, bool(self.has_zeros))
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -335,3 +336,47 @@ def test_offloaded_layer_gives_the_same_output():
     assert model[0].packed.device.type == "meta"
     assert torch.equal(model(x), expected)
     assert torch.equal(model(x), expected)
+
+
+# Buffers that are something else ----------------------------------------------------------------
+
+
+def with_bias() -> tuple[QuantLinear, torch.Tensor, torch.Tensor]:
+    module = layer()
+    x = activations(3, 256)
+    return module, x, module(x)
+
+
+def test_a_bias_that_is_no_buffer_is_added():
+    module, x, want = with_bias()
+    bias = module.bias
+    module.bias = torch.nn.Parameter(bias)
+    assert torch.equal(module(x), want)
+    del module.bias
+    module.bias = bias  # a plain attribute, as in a replica
+    assert "bias" not in module._buffers and torch.equal(module(x), want)
+    module, x, want = with_bias()
+    torch.nn.utils.parametrize.register_parametrization(module, "bias", torch.nn.Identity())
+    assert torch.equal(module(x), want)
+
+
+def test_codes_that_are_a_parameter():
+    module, x, want = with_bias()
+    module.packed = torch.nn.Parameter(module.packed, requires_grad=False)
+    assert torch.equal(module(x), want)
+    del module.packed
+    with pytest.raises(AttributeError, match="packed"):
+        module(x)
+
+
+def test_a_bias_that_learns_has_a_gradient():
+    module, x, _ = with_bias()
+    module.bias = torch.nn.Parameter(module.bias)
+    module(x).sum().backward()
+    assert torch.equal(module.bias.grad, torch.full((192,), 3.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint32, np.int64])
+def test_sizes_of_numpy(kind):
+    module = QuantLinear(kind(256), kind(96), group_size=kind(64))
+    assert module(activations(2, 256)).shape == (2, 96)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -165,3 +167,24 @@ def test_state_lacking_metadata_fields_is_refused():
     del state["metadata"]["group_size"]
     with pytest.raises(ValueError, match="metadata lacks group_size"):
         PackedWeight.from_state(state)
+
+
+def test_the_fields_are_those_of_the_constructor():
+    w = weight()
+    again = PackedWeight(**{f.name: getattr(w, f.name) for f in dataclasses.fields(w)})
+    assert again.form == w.form is not None
+    small = dataclasses.replace(w, n=np.uint8(w.n), k=np.uint16(w.k))
+    assert small.form == w.form
+
+
+def test_the_form_follows_the_sizes():
+    w = weight()
+    form, codes = w.form, w.packed
+    w.has_zeros = not w.has_zeros
+    assert w.form is None
+    w.has_zeros = not w.has_zeros
+    assert w.form == form
+    w.packed = codes[:-1]
+    assert w.form is None
+    w.packed = codes
+    assert w.form == form

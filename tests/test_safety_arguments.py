@@ -219,7 +219,7 @@ def test_no_mixture_of_numbers_reaches_a_launch(launcher, n, k, group_size, zero
 def test_no_form_of_other_sizes_reaches_a_launch(launcher, n, k, group, zeros, bits, variant):
     """A form is refused unless its buffers have the sizes of those given."""
     launcher.reset()
-    code = bits or layout.form_of(k, n, group, zeros)
+    code = bits or layout.form_of(k, n, group, zeros) or 0
     fits = False
     if code >= 0:
         k, n, group, zeros = layout.sizes_of(code)

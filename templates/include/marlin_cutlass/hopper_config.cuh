@@ -44,7 +44,8 @@ struct HopperConfig {
   static constexpr bool kActivationSums = (kMTile == 8 || (kMTile == 16 && kWarpgroupsN == 4)) && kEvenGroups && kKSm / kGroupSize % 2 == 0 &&
                                           !kSparse && kMulticast == 1 && kCtasPerSm == 1 && kConsumerWarpgroups == 4;
   // Zero points and few rows: scales act on the sums over a group. Per weight that saves one instruction of two, per group it costs one for each sum.
-  // Two data-parallel CTAs an SM of two k groups have 96 registers a thread, three fewer than it takes.
+  // Where two CTAs of two k groups share an SM there are 96 registers a thread. Data-parallel ones, which keep their place among the tiles, would
+  // take 99 for such sums (fp16); CTAs of a cluster, with one tile each, 85.
   static constexpr bool kNoRegistersForSums = kCtasPerSm == 2 && kWarpgroupsK == 2 && kDecomposition == Decomposition::kDataParallel;
   static constexpr bool kScaleSums = kActivationSums || (kZeros_ && kMTile <= 32 && kEvenGroups && !kNoRegistersForSums);
   // The tile of large products keeps its sums in units of the scale of the group at hand, so that tensor cores multiply small integers, with few
