@@ -61,8 +61,10 @@ class QuantLinear(nn.Module):
         check_sizes(in_features, out_features, group_size)
         if dtype not in (torch.float16, torch.bfloat16):
             raise TypeError(f"dtype={dtype} is not supported: use float16 or bfloat16")
-        self.in_features, self.out_features = int(in_features), int(out_features)
-        self.group_size, self.has_zeros, self.dtype = int(group_size), bool(zeros), dtype
+        # Integers of numpy overflow in what follows.
+        in_features, out_features, group_size = int(in_features), int(out_features), int(group_size)
+        self.in_features, self.out_features = in_features, out_features
+        self.group_size, self.has_zeros, self.dtype = group_size, bool(zeros), dtype
         self.sparse = sparse
         self.pins: dict[int, str] = {}  # kernel by number of rows; see pin
         self._pinned: dict[tuple[int, torch.dtype], int] = {}
