@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 
 import pytest
 import reference
@@ -16,7 +15,7 @@ import torch
 
 import marlin_cutlass as mc
 from benchmarks import host
-from marlin_cutlass import dispatch, library
+from marlin_cutlass import bench, dispatch, library
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -541,27 +540,15 @@ def test_programmatic_launch_changes_no_bits():
         launcher.set_option("pdl", True)
 
 
-def seconds(call, count=2000) -> float:
-    """Host time of one call, best of five."""
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        best = min(best, (time.perf_counter() - start) / count)
-    return best
-
-
 def test_host_time_against_linear():
     timed = host.calls(256, 256, 1)
     with torch.inference_mode():
-        took = {name: seconds(call) * 1e6 for name, call in timed.items()}
+        took = {name: bench.host_time_us(call) for name, call in timed.items()}
     text = ", ".join(f"{name} {us:.1f} us" for name, us in took.items())
     print(text)
     linear = took[host.LINEAR]
     assert took["torch.ops.marlin_cutlass.gemm_compact"] <= 0.7 * linear, text
-    assert took["torch.ops.marlin_cutlass.gemm"] <= 0.8 * linear, text
+    assert took["torch.ops.marlin_cutlass.gemm"] <= 0.7 * linear, text
     assert took["marlin_cutlass.gemm"] <= 0.8 * linear, text
     assert took["marlin_cutlass.QuantLinear"] <= took["torch.nn.Linear, fp16"], text
 
