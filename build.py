@@ -44,7 +44,7 @@ out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 TABLE_WIDTH = 220  # whole rows even in a narrow terminal or a pipe
 BUILDABLE_FAMILIES = (*FAMILIES, collective.FAMILY)
-MAX_VARIANTS = 500  # per architecture and build; a larger request is a slip
+MAX_VARIANTS = 1000  # per architecture and build; a larger request is a slip
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,12 @@ def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> 
     """For each measured shape the fastest geometry that is built, valid up to half way to the next
     measured shape.
     """
+    return _rows_of(_fastest(measurements, variants))
+
+
+def _rows_of(best: list[Measurement]) -> list[DispatchRow]:
+    """Rows of one measurement for each shape and format."""
     rows = []
-    best = _fastest(measurements, variants)
     # The default format decides for all formats, so rows for one format come before it.
     keys = sorted({(x.format == DEFAULT_FORMAT, x.sms, x.format) for x in best})
     for _, sms, fmt in keys:
@@ -125,6 +129,34 @@ def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> 
                 here = sorted((x for x in mine if (x.n, x.k) == (n, k)), key=lambda x: x.m)
                 rows += _shape_rows(here, _around(n, ns, REACH_N), _around(k, ks, REACH_K))
     return rows
+
+
+def rows_of_fewer(
+    arch: Arch,
+    measurements: list[Measurement],
+    variants: frozenset[str],
+    geometries: list[Geometry],
+) -> list[DispatchRow]:
+    """For formats that have only these `geometries`, and no timings of their own: at each shape
+    measured in the default format the best of them there. What was not timed takes what the model
+    says, scaled by what the fastest kernel took over what the model says of it.
+    """
+    chosen = []
+    mine = [g.with_format(*DEFAULT_FORMAT) for g in geometries if g.family == "hopper"]
+    for (sms, n, k), timed in _timed_weights(measurements, variants).items():
+        gpu = reference_gpu(arch, sms)
+        for m in sorted({x.m for x in timed}):
+            here = [x for x in timed if x.m == m]
+            fastest = min(here, key=lambda x: x.decisive_us)
+            near = [v for v in mine if cost.sensible_rows(m, v.m_tile, LARGE_TILE)] or mine
+            told, *costs = cost.totals([_variant(fastest), *near], gpu)(ProblemShape(m, n, k))
+            us = {v.name: c * fastest.decisive_us / told for v, c in zip(near, costs)}
+            us |= {_variant(x).name: x.decisive_us for x in here if _variant(x) in mine}
+            best = min(us, key=lambda name: us[name])
+            geometry = Variant.parse(best).geometry().name
+            source = f"{fastest.source}, of fewer kernels"
+            chosen.append(Measurement(sms, n, k, m, geometry, us[best], source))
+    return _rows_of(chosen)
 
 
 # A measurement at so many rows says what large products take.
@@ -166,7 +198,20 @@ def rows_beyond(
 def _timed_at_most_rows(
     measurements: list[Measurement], variants: frozenset[str]
 ) -> dict[tuple[int, int, int], list[Measurement]]:
-    """By (SMs, n, k): what was timed in the default format at the most rows, if these are many.
+    """By (SMs, n, k): what was timed in the default format at the most rows, if these are many."""
+    weights = _timed_weights(measurements, variants)
+    most = {key: max(x.m for x in timed) for key, timed in weights.items()}
+    return {
+        key: [x for x in timed if x.m == most[key]]
+        for key, timed in weights.items()
+        if most[key] >= MANY_ROWS
+    }
+
+
+def _timed_weights(
+    measurements: list[Measurement], variants: frozenset[str]
+) -> dict[tuple[int, int, int], list[Measurement]]:
+    """By (SMs, n, k): what was timed in the default format.
 
     NOTE: Hopper's kernels only, whose waves are large; what others would gain was not measured.
     """
@@ -177,12 +222,7 @@ def _timed_at_most_rows(
         variant = _variant(x)
         if variant.family == "hopper" and variant.name in variants:
             weights.setdefault((x.sms, x.n, x.k), []).append(x)
-    most = {key: max(x.m for x in timed) for key, timed in weights.items()}
-    return {
-        key: [x for x in timed if x.m == most[key]]
-        for key, timed in weights.items()
-        if most[key] >= MANY_ROWS
-    }
+    return weights
 
 
 def _variant(x: Measurement) -> Variant:
@@ -362,7 +402,8 @@ def build_table(
 ) -> DispatchTable:
     """The table over those `variants` that are for dense (sparse) weights: measurements first;
     beyond the most rows measured the model among what was timed there; then the model, for named
-    devices and for any device.
+    devices and for any device. A measurement is of one format and serves all: those that lack its
+    kernel take the best of what they have.
 
     Formats with the same set of geometries share rows; formats with fewer geometries have their own
     rows behind, which the others never reach.
@@ -371,7 +412,10 @@ def build_table(
     names = frozenset(v.name for v in ordered)
     classes = _format_classes(ordered)
     measurements = read_measurements(arch, folder)
-    rows = measured_rows(measurements, names) + rows_beyond(arch, measurements, names)
+    rows = measured_rows(measurements, names)
+    for geometries, _ in classes[1:]:
+        rows += rows_of_fewer(arch, measurements, names, geometries)
+    rows += rows_beyond(arch, measurements, names)
     sms_known = sorted({g.sms for g in GPUS.values() if g.arch == arch.name})
     for sms in (*(sms_known if len(sms_known) > 1 else ()), None):
         ahead: list[Choices] = []

@@ -25,7 +25,13 @@ COMMON: tuple[Format, ...] = (*SYM128, ("f16", True, 128), ("bf16", True, 128))
 LIGHTEST: Format = ("f16", False, -1)
 LIGHTEST128: Format = ("f16", False, 128)
 F16_128: tuple[Format, ...] = (LIGHTEST128, ("f16", True, 128))
-REST: tuple[Format, ...] = tuple(f for f in ALL if f not in COMMON)
+# Of the other formats (groups of 32 and 64, one scale a column) symmetric weights have more kernels
+# than those with zero points, which for a whole column nobody is known to write.
+SYM: tuple[Format, ...] = tuple(f for f in ALL if f in COMMON or not f[1])
+MOST: tuple[Format, ...] = tuple(f for f in ALL if f in SYM or f[2] > 0)
+# Zero points for groups of 32 take half as much memory again as other weights: too deep a ring.
+LARGEST: tuple[Format, ...] = tuple((dtype, True, 32) for dtype in DTYPES)
+ROOMY: tuple[Format, ...] = tuple(f for f in ALL if f not in LARGEST)
 
 
 @dataclass(frozen=True)
@@ -68,27 +74,27 @@ HOPPER = (
         "1-8, medium N: equal shares of K",
         TILE_LOOP_SPILL,
     ),
-    Row("m8_n128k256_w2x2_p8_split2_c1", COMMON, "1-8, medium N: a cluster splits K"),
-    Row("m8_n64k256_w1x4_p12_split2_c1", COMMON, "few columns: four k groups in each CTA of two"),
+    Row("m8_n128k256_w2x2_p8_split2_c1", ALL, "1-8, medium N: a cluster splits K"),
+    Row("m8_n64k256_w1x4_p12_split2_c1", ALL, "few columns: four k groups in each CTA of two"),
     Row("m8_n64k256_w1x4_p8_split4_c1", COMMON, "1-8, fewer columns: four CTAs split K"),
     Row("m8_n64k256_w1x4_p12_dp_c1", COMMON, "1-8, one 64-wide tile a SM"),
     Row("m8_n64k256_w1x1_p5_dp_c3", COMMON, "1-8, three 64-wide tiles a SM"),
     # batch 9..16
-    Row("m16_n256k256_w4x1_p4_dp_c1", COMMON, "9-16, wide N, tiles just under one a SM"),
-    Row("m16_n256k256_w4x1_p4_hybrid_c1", REST, "9-16, wide N, other formats", TILE_LOOP_SPILL),
+    Row("m16_n256k256_w4x1_p4_dp_c1", ALL, "9-16, wide N, tiles just under one a SM"),
     Row("m16_n256k256_w4x1_p4_streamk_c1", COMMON, "9-16, deep K at less power", TILE_LOOP_SPILL),
     Row("m16_n128k256_w2x2_p8_split2_c1", COMMON, "9-16, medium N: a cluster splits K"),
-    Row("m16_n64k256_w1x4_p12_split2_c1", COMMON, "9-16, few columns"),
-    Row("m16_n64k256_w1x4_p8_split2_c1", REST, "few columns, the other formats"),
-    Row("m16_n64k256_w1x4_p8_split4_c1", COMMON, "9-16, fewer columns: four CTAs split K"),
-    Row("m16_n64k256_w1x4_p12_dp_c1", COMMON, "9-16, one 64-wide tile a SM"),
+    Row("m16_n64k256_w1x4_p12_split2_c1", ROOMY, "9-16, few columns"),
+    Row("m16_n64k256_w1x4_p8_split2_c1", LARGEST, "few columns, zero points for 32"),
+    Row("m16_n64k256_w1x4_p8_split4_c1", SYM, "9-16, fewer columns: four CTAs split K"),
+    Row("m16_n64k256_w1x4_p12_dp_c1", ROOMY, "9-16, one 64-wide tile a SM"),
+    Row("m16_n64k256_w1x4_p8_dp_c1", LARGEST, "64-wide tiles, zero points for 32"),
     Row(
         "m16_n64k256_w1x4_p12_streamk_c1",
         COMMON,
         "9-16, four k groups, equal shares of K",
         TILE_LOOP_SPILL,
     ),
-    Row("m16_n64k256_w1x2_p6_dp_c2", COMMON, "9-16, two 64-wide tiles a SM"),
+    Row("m16_n64k256_w1x2_p6_dp_c2", MOST, "9-16, two 64-wide tiles a SM"),
     Row("m16_n64k256_w1x2_p6_split2_c2", COMMON, "9-16, two halves of 64-wide tiles a SM"),
     Row("m16_n64k256_w1x1_p4_dp_c3", COMMON, "9-16, three 64-wide tiles a SM"),
     Row("m16_n64k256_w1x1_p4_split2_c3", COMMON, "9-16, three halves of 64-wide tiles a SM"),
@@ -102,7 +108,7 @@ HOPPER = (
     ),
     Row(
         "m24_n128k256_w2x2_p6_streamk_c1",
-        COMMON,
+        ALL,
         "17-24, medium N: equal shares of K",
         TILE_LOOP_SPILL,
     ),
@@ -112,12 +118,11 @@ HOPPER = (
     Row("m32_n192k256_w3x1_p4_dp_c1", COMMON, "17-32, one 192-wide tile a SM"),
     Row(
         "m32_n256k256_w4x1_p4_streamk_c1",
-        COMMON,
+        (*COMMON, *LARGEST),
         "17-32, wide N: equal shares of K",
         TILE_LOOP_SPILL,
     ),
     Row("m32_n256k256_w4x1_p4_dp_c1", COMMON, "17-32, wide N, tiles just under one a SM"),
-    Row("m32_n256k256_w4x1_p3_hybrid_c1", REST, "wide N, the other formats", TILE_LOOP_SPILL),
     Row(
         "m32_n128k256_w2x2_p6_dp_c1",
         COMMON,
@@ -131,10 +136,10 @@ HOPPER = (
         TILE_LOOP_SPILL,
     ),
     Row("m32_n64k256_w1x4_p8_split2_c1", COMMON, "17-32, few columns", TILE_LOOP_SPILL),
-    Row("m32_n64k256_w1x4_p8_dp_c1", COMMON, "17-32, one 64-wide tile a SM"),
+    Row("m32_n64k256_w1x4_p8_dp_c1", ROOMY, "17-32, one 64-wide tile a SM"),
     Row(
         "m32_n128k256_w2x2_p6_streamk_c1",
-        COMMON,
+        ROOMY,
         "17-32, deep K: two k groups, equal shares of K",
         TILE_LOOP_SPILL,
     ),
@@ -155,13 +160,12 @@ HOPPER = (
         TILE_LOOP_SPILL,
     ),
     Row("m48_n192k128_w3x1_p6_split2_c1", COMMON, "33-48, 64 tiles of 192 columns: two CTAs each"),
-    Row("m48_n128k256_w2x1_p4_streamk_c1_mc2", COMMON, "41-48, medium N: equal shares of K"),
+    Row("m48_n128k256_w2x1_p4_streamk_c1_mc2", ALL, "41-48, medium N: equal shares of K"),
     Row("m48_n128k256_w2x1_p4_split2_c1", COMMON, "41-48, medium N: a cluster splits K"),
-    Row("m48_n64k256_w1x2_p6_split2_c1", COMMON, "41-48, few columns"),
+    Row("m48_n64k256_w1x2_p6_split2_c1", ALL, "41-48, few columns"),
     Row("m56_n128k256_w2x1_p4_streamk_c1_mc2", COMMON, "49-56, medium N: equal shares of K"),
     Row("m56_n128k256_w2x1_p4_split2_c1", COMMON, "49-56, medium N: a cluster splits K"),
     Row("m56_n64k128_w1x2_p10_split2_c1", COMMON, "49-56, few columns"),
-    Row("m64_n256k256_w4x1_p3_hybrid_c1", REST, "33-64, wide N, other formats", TILE_LOOP_SPILL),
     Row(
         "m64_n256k256_w4x1_p3_streamk_c1_mc2",
         COMMON,
@@ -169,35 +173,34 @@ HOPPER = (
         TILE_LOOP_SPILL,
     ),
     Row("m64_n192k256_w3x1_p3_dp_c1", COMMON, "33-64 and 256, one 192-wide tile a SM"),
-    Row("m64_n192k128_w3x1_p5_split2_c1", COMMON, "64 tiles of 192 columns: two CTAs each"),
-    Row("m64_n128k256_w2x1_p4_streamk_c1_mc2", COMMON, "49-64, medium N: equal shares of K"),
-    Row("m64_n128k128_w2x2_p6_dp_c1", COMMON, "one 128-wide tile a SM"),
+    Row("m64_n192k128_w3x1_p5_split2_c1", SYM, "64 tiles of 192 columns: two CTAs each"),
+    Row("m64_n128k256_w2x1_p4_streamk_c1_mc2", ALL, "49-64, medium N: equal shares of K"),
+    Row("m64_n128k128_w2x2_p6_dp_c1", MOST, "one 128-wide tile a SM"),
     Row("m64_n128k128_w2x2_p6_split2_c1", ALL, "medium N, every format", TILE_LOOP_SPILL),
-    Row("m64_n64k128_w1x2_p8_split2_c1", COMMON, "few columns"),
+    Row("m64_n64k128_w1x2_p8_split2_c1", ALL, "few columns"),
     # batch 65 and more: tensor cores
     Row("m72_n128k256_w2x1_p4_streamk_c1_mc2", COMMON, "65-72, medium N: equal shares of K"),
     Row("m80_n192k128_w3x1_p5_split2_c1", COMMON, "65-80, 64 tiles of 192 columns: two CTAs each"),
-    Row("m80_n128k256_w2x1_p3_streamk_c1_mc2", COMMON, "73-80, medium N: equal shares of K"),
+    Row("m80_n128k256_w2x1_p3_streamk_c1_mc2", ALL, "73-80, medium N: equal shares of K"),
     Row("m80_n128k256_w2x1_p3_split2_c1", COMMON, "65-80, medium N: a cluster splits K"),
-    Row("m80_n64k128_w1x2_p8_split2_c1", COMMON, "65-80, few columns"),
+    Row("m80_n64k128_w1x2_p8_split2_c1", SYM, "65-80, few columns"),
     Row("m96_n192k128_w3x1_p5_split2_c1", F16_128, "81-96, 64 tiles of 192 columns, bf16 spills"),
-    Row("m96_n128k128_w2x1_p6_streamk_c1_mc2", COMMON, "81-96, medium N: equal shares of K"),
-    Row("m96_n128k128_w2x1_p6_split2_c1", COMMON, "81-96, medium N: a cluster splits K"),
+    Row("m96_n128k128_w2x1_p6_streamk_c1_mc2", ALL, "81-96, medium N: equal shares of K"),
+    Row("m96_n128k128_w2x1_p6_split2_c1", SYM, "81-96, medium N: a cluster splits K"),
     Row("m96_n64k128_w1x2_p6_split2_c1", COMMON, "81-96, few columns"),
-    Row("m112_n128k128_w2x1_p5_streamk_c1_mc2", COMMON, "97-112, medium N: equal shares of K"),
+    Row("m112_n128k128_w2x1_p5_streamk_c1_mc2", MOST, "97-112, medium N: equal shares of K"),
     Row("m112_n128k128_w2x1_p5_split2_c1", COMMON, "97-112, few tiles: a cluster splits K"),
     Row("m128_n192k128_w3x1_p4_dp_c1", COMMON, "97-256, one 192-wide tile a SM"),
     Row("m128_n256k128_w2x1_p4_streamk_c1_mc2", COMMON, "ragged: equal shares of K"),
     Row("m128_n128k128_w2x1_p4_split2_c1", COMMON, "few tiles: a cluster splits K"),
-    Row("m128_n128k128_w2x1_p5_dp_c1_mc2", COMMON, "a wave that large tiles leave half empty"),
-    Row("m128_n128k128_w2x1_p5_hybrid_c1_mc2", REST, "97-128, equal columns, the other formats"),
-    Row("m128_n128k128_w2x1_p5_streamk_c1_mc2", COMMON, "113-128, medium N: equal shares of K"),
-    Row("m144_n128k128_w2x1_p4_streamk_c1_mc2", COMMON, "129-144, medium N: equal shares of K"),
+    Row("m128_n128k128_w2x1_p5_dp_c1_mc2", SYM, "a wave that large tiles leave half empty"),
+    Row("m128_n128k128_w2x1_p5_streamk_c1_mc2", ALL, "113-128, medium N: equal shares of K"),
+    Row("m144_n128k128_w2x1_p4_streamk_c1_mc2", SYM, "129-144, medium N: equal shares of K"),
     Row("m144_n128k128_w2x1_p4_split2_c1", COMMON, "129-144, few tiles: a cluster splits K"),
-    Row("m160_n128k128_w2x1_p4_streamk_c1_mc2", COMMON, "145-160, medium N: equal shares of K"),
+    Row("m160_n128k128_w2x1_p4_streamk_c1_mc2", SYM, "145-160, medium N: equal shares of K"),
     Row("m176_n128k128_w2x1_p4_streamk_c1_mc2", COMMON, "161-176, medium N: equal shares of K"),
     Row("m192_n128k128_w2x1_p3_dp_c1_mc2", COMMON, "row counts that 256 wastes"),
-    Row("m192_n128k128_w2x1_p3_streamk_c1_mc2", COMMON, "177-192, medium N: equal shares of K"),
+    Row("m192_n128k128_w2x1_p3_streamk_c1_mc2", MOST, "177-192, medium N: equal shares of K"),
     Row("m208_n128k128_w2x1_p3_streamk_c1_mc2", COMMON, "193-208, equal shares of K"),
     Row("m224_n128k128_w2x1_p3_streamk_c1_mc2", COMMON, "209-224, equal shares of K"),
     Row(
@@ -205,7 +208,6 @@ HOPPER = (
         ALL,
         "prefill, every format: dequantises once per 256 rows",
     ),
-    Row("m256_n128k128_w2x1_p3_hybrid_c1_mc2", REST, "193-512, equal columns, the other formats"),
     Row(
         "m256_n128k128_w2x1_p3_streamk_c1_mc2",
         COMMON,

@@ -13,7 +13,7 @@ from generator.arch import ARCHS, GPUS
 from generator.cost import estimate, reference_gpu
 from generator.dispatch import DispatchRow, DispatchTable, Range
 from generator.problem import DTYPES, ProblemShape
-from generator.variant import Variant
+from generator.variant import Geometry, Variant
 
 TESTED = ("sm_80", "sm_86", "sm_89", "sm_90a")
 SHORT = "w4a16_ampere_m16_n128k128_w2x2_p4_striped_c1"
@@ -222,6 +222,43 @@ def test_beyond_the_most_rows_measured_only_what_was_timed_there_is_asked(tmp_pa
     by_m = {m: next(r.geometry for r in found if m in r.m) for m in (2305, 4096, 6145, 20000)}
     assert by_m == {2305: small, 4096: large, 6145: small, 20000: large}
     assert all(r.source == "measured A10 2026-11-29 at m=2048, beyond it the model" for r in found)
+
+
+def test_formats_with_fewer_kernels_take_the_best_of_what_they_have(tmp_path):
+    """A cell is measured in one format. Of the kernels that another has some were timed there, and
+    the model has the others, as far off as it is for the fastest.
+    """
+    halves, split, wide, untimed = (
+        f"w4a16_hopper_{g}"
+        for g in (
+            "m16_n64k256_w1x2_p6_split2_c2",
+            "m16_n64k256_w1x4_p12_split2_c1",
+            "m16_n256k256_w4x1_p4_dp_c1",
+            "m24_n128k256_w2x2_p6_streamk_c1",
+        )
+    )
+    times = {halves: 5.0, split: 5.5, wide: 9.0}
+    _write(tmp_path, [{**_entry(16, g, us), "sms": 132} for g, us in times.items()], "sm_90a")
+    measurements = rows.read_measurements(ARCHS["sm_90a"], tmp_path)
+    names = frozenset(v.name for v in _variants("sm_90a"))
+
+    def choice(*geometries: str) -> DispatchRow:
+        parsed = [Geometry.parse(g) for g in geometries]
+        (row,) = rows.rows_of_fewer(ARCHS["sm_90a"], measurements, names, parsed)
+        return row
+
+    row = choice(wide, split)
+    assert row.geometry == split and row.m == Range(0, 16) and row.takes(("bf16", True, 32))
+    assert row.source == "measured A10 2026-11-29, of fewer kernels"
+    assert choice(wide).geometry == wide
+    gpu = reference_gpu(ARCHS["sm_90a"], 132)
+    model = {
+        g: estimate(ProblemShape(16, 4096, 4096), Geometry.parse(g).with_format(*SYM), gpu).total
+        for g in (halves, untimed)
+    }
+    assert 5.5 < model[untimed] * 5.0 / model[halves] < 9.0
+    assert choice(wide, untimed).geometry == untimed
+    assert choice(untimed, split).geometry == split
 
 
 def test_few_rows_say_nothing_about_many(tmp_path):

@@ -2,11 +2,10 @@
 #pragma once
 #include "marlin_cutlass/prims.cuh"
 #if defined(__CUDACC__)
-#include <cuda.h>
 
 namespace marlin_cutlass {
 
-using TensorMap = CUtensorMap;
+struct alignas(128) TensorMap { uint64_t opaque[16]; };  // cuda.h's CUtensorMap
 
 // ---- mbarrier ---------------------------------------------------------------------------------------------------
 MC_DEVICE void mbarrier_init(smem_addr_t bar, int arrivals) {

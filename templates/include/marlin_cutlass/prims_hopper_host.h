@@ -2,8 +2,6 @@
 #pragma once
 #include "marlin_cutlass/prims_host.h"
 
-using CUtensorMap = EmuTensorMap;
-
 namespace marlin_cutlass {
 
 using TensorMap = EmuTensorMap;
