@@ -187,7 +187,7 @@ HOPPER = (
     Row("m96_n192k128_w3x1_p5_split2_c1", F16_128, "81-96, 64 tiles of 192 columns, bf16 spills"),
     Row("m96_n128k128_w2x1_p6_streamk_c1_mc2", ALL, "81-96, medium N: equal shares of K"),
     Row("m96_n128k128_w2x1_p6_split2_c1", SYM, "81-96, medium N: a cluster splits K"),
-    Row("m96_n64k128_w1x2_p6_split2_c1", COMMON, "81-96, few columns"),
+    Row("m96_n64k128_w1x2_p6_split2_c1", ROOMY, "81-96, few columns"),
     Row("m112_n128k128_w2x1_p5_streamk_c1_mc2", MOST, "97-112, medium N: equal shares of K"),
     Row("m112_n128k128_w2x1_p5_split2_c1", COMMON, "97-112, few tiles: a cluster splits K"),
     Row("m128_n192k128_w3x1_p4_dp_c1", COMMON, "97-256, one 192-wide tile a SM"),
