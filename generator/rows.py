@@ -31,6 +31,7 @@ LEAST_US, MOST_US = 1e-3, 1e9
 REACH_N = 1.02
 REACH_K = 1.5
 REACH_M = 2  # a measurement at m decides for m / 2 < rows <= m, down to the next measured m
+SMALLEST_TILE = 8  # rows
 
 
 @dataclass(frozen=True)
@@ -118,16 +119,20 @@ def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> 
 
 
 def _rows_of(best: list[Measurement]) -> list[DispatchRow]:
-    """Rows of one measurement for each shape and format."""
+    """Rows of one measurement for each shape and format. Where a format was not measured at a
+    number of rows and the default one was, that decides.
+    """
     rows = []
     # The default format decides for all formats, so rows for one format come before it.
     keys = sorted({(x.format == DEFAULT_FORMAT, x.sms, x.format) for x in best})
     for _, sms, fmt in keys:
         mine = [x for x in best if (x.sms, x.format) == (sms, fmt)]
+        defaults = [x for x in best if (x.sms, x.format) == (sms, DEFAULT_FORMAT)]
         for n in (ns := sorted({x.n for x in mine})):
             for k in (ks := sorted({x.k for x in mine if x.n == n})):
                 here = sorted((x for x in mine if (x.n, x.k) == (n, k)), key=lambda x: x.m)
-                rows += _shape_rows(here, _around(n, ns, REACH_N), _around(k, ks, REACH_K))
+                known = {x.m for x in defaults if (x.n, x.k) == (n, k)}
+                rows += _shape_rows(here, known, _around(n, ns, REACH_N), _around(k, ks, REACH_K))
     return rows
 
 
@@ -244,11 +249,18 @@ def _rank(x: Measurement) -> tuple[bool, float]:
     return (not x.step, x.decisive_us)
 
 
-def _shape_rows(here: list[Measurement], n: Range, k: Range) -> Iterator[DispatchRow]:
-    """Rows of one measured (n, k); neighbours in m with the same winner become one."""
+def _shape_rows(
+    here: list[Measurement], known: set[int], n: Range, k: Range
+) -> Iterator[DispatchRow]:
+    """Rows of one measured (n, k), of which `known` rows were measured in the default format;
+    neighbours in m with the same winner become one.
+    """
     previous, pending = 0, None
     for x in here:
-        lo = 0 if previous == 0 and x.m <= 16 else max(previous, x.m // REACH_M) + 1
+        # Up to SMALLEST_TILE rows a kernel takes the same time: what was measured decides for all.
+        between = max((m for m in known if SMALLEST_TILE < m < x.m), default=0)
+        low = max(previous, between)
+        lo = 0 if low == 0 and x.m <= 16 else max(low, x.m // REACH_M) + 1
         previous = x.m
         fmt = (
             {"dtype": x.dtype, "zeros": x.zeros, "group_size": x.group_size}

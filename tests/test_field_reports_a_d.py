@@ -584,7 +584,7 @@ def test_d68_the_work_of_a_build_is_bounded(tables):
     assert toolchain.default_jobs({"MAX_JOBS": "1"}) == 1
     for arch in ("sm_80", "sm_86", "sm_89", "sm_90a"):
         # One small file each, of 1.4 s: ten minutes on two cores (docs/performance.md).
-        assert len(dispatch.load_table(tables / arch).kernels) <= 620
+        assert len(dispatch.load_table(tables / arch).kernels) <= 640
     assert len(library.SOURCES) <= 8
 
 

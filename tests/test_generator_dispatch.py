@@ -203,6 +203,32 @@ def test_a_measured_format_decides_before_the_default_one(tmp_path):
     assert chosen() == chosen(dtype="bf16") == chosen(zeros=True, group_size=64) == m16
 
 
+def test_a_measured_format_leaves_out_rows_that_the_default_one_measured(tmp_path):
+    """Zero points measured at 112 and 144 rows, the default format at 128 as well: tiles of 144
+    rows are not for 128."""
+    tiles = {
+        m: f"w4a16_hopper_m{m}_n128k128_w2x1_p{p}_streamk_c1_mc2"
+        for m, p in ((112, 5), (128, 5), (144, 4))
+    }
+    default = [{**_entry(m, g, 2.0), "sms": 132} for m, g in tiles.items()]
+    zeros = [{**e, "zeros": True} for e in default if e["m"] != 128]
+    small = {**_entry(8, tiles[112], 3.0), "sms": 132}
+    one = {**_entry(1, tiles[128], 3.0), "sms": 132}
+    _write(tmp_path, [*default, *zeros, one, {**small, "zeros": True}], "sm_90a")
+    names = frozenset(v.name for v in _variants("sm_90a"))
+    found = rows.measured_rows(rows.read_measurements(ARCHS["sm_90a"], tmp_path), names)
+
+    def chosen(m: int, zeros: bool) -> str:
+        problem = ProblemShape(m, 4096, 4096, zeros=zeros)
+        return next(row.geometry for row in found if row.matches(problem, 132))
+
+    for with_zeros in (False, True):
+        for m, tile in ((112, 112), (113, 128), (128, 128), (129, 144), (144, 144)):
+            assert chosen(m, with_zeros) == tiles[tile], (m, with_zeros)
+    # Up to eight rows take the same time: the format's own measurement at 8 decides for 1.
+    assert chosen(1, True) == tiles[112] and chosen(1, False) == tiles[128]
+
+
 def test_beyond_the_most_rows_measured_only_what_was_timed_there_is_asked(tmp_path):
     """More rows than were measured: the model, as far off as it was at the last measurement. Half
     way up a wave of large tiles the choice may be another one than at its end."""
