@@ -148,7 +148,8 @@ def rows_of_fewer(
     """
     chosen = []
     mine = [g.with_format(*DEFAULT_FORMAT) for g in geometries if g.family == "hopper"]
-    for (sms, n, k), timed in _timed_weights(measurements, variants).items():
+    weights = _timed_weights(measurements, variants) if mine else {}
+    for (sms, n, k), timed in weights.items():
         gpu = reference_gpu(arch, sms)
         for m in sorted({x.m for x in timed}):
             here = [x for x in timed if x.m == m]

@@ -285,6 +285,8 @@ def test_formats_with_fewer_kernels_take_the_best_of_what_they_have(tmp_path):
     assert 5.5 < model[untimed] * 5.0 / model[halves] < 9.0
     assert choice(wide, untimed).geometry == untimed
     assert choice(untimed, split).geometry == split
+    other = [Geometry.parse("w4a16_ampere_m16_n128k256_w2x4_p4_striped_c2")]
+    assert rows.rows_of_fewer(ARCHS["sm_90a"], measurements, names, other) == []
 
 
 def test_few_rows_say_nothing_about_many(tmp_path):
