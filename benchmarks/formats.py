@@ -1,4 +1,4 @@
-"""Every weight format beside fp16 in groups of 128: what the table's kernels take for each.
+"""Weight formats beside fp16 in groups of 128: what the table's kernels take for each.
 
     python benchmarks/formats.py                                   # five weights, M = 1..1024
     python benchmarks/formats.py --formats f16.s.64,bf16.z.32 --ms 1,16
@@ -30,24 +30,30 @@ from benchmarks.shapes import parse_ms, parse_shapes
 from benchmarks.tables import Key, cells, geometric_mean, number
 from marlin_cutlass import explain, pack
 from marlin_cutlass.bench import (
-    METHOD,
     Budget,
     Candidate,
     Problem,
     Report,
+    Result,
     copies_for,
     environment,
     make_problem,
     make_weight,
     measure,
+    method,
 )
+from marlin_cutlass.limits import limit
 
 SHAPES = "28672x4096,5120x8192,4096x4096,8192x8192,6144x4096"
 MS = "1,8,16,32,64,96,128,256,1024"
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 ZEROS = {"s": False, "z": True}
 GROUPS = (32, 64, 128, -1)
-PDL = " PDL"
+PDL_SUFFIX = " PDL"  # of the candidate's name
+METHOD = method().replace(
+    "candidates interleaved in one process",
+    "the formats of a cell one after the other, without and with PDL interleaved",
+)
 
 
 @dataclass(frozen=True)
@@ -90,13 +96,32 @@ def candidates(problem: Problem, weights: list, fmt: Format) -> list[Candidate]:
     out = poisoned(problem)
     return [
         Candidate(
-            fmt.name + (PDL if pdl else ""),
+            fmt.name + (PDL_SUFFIX if pdl else ""),
             [our_call(problem.a, w, out, pdl, None) for w in weights],
             pdl,
             note=answer.kernel or answer.why,
         )
         for pdl in (False, True)
     ]
+
+
+def prepared(n: int, k: int, fmt: Format, l2_bytes: int) -> tuple[torch.Tensor, torch.Tensor, list]:
+    """Codes and scales of a weight in `fmt`, and as many packed copies as twice the L2 cache."""
+    q, scales = make_weight(n, k, group_size=fmt.group_size, dtype=DTYPES[fmt.dtype])
+    zeros = torch.full_like(scales, 8, dtype=torch.uint8) if fmt.zeros else None
+    packed = pack(q, scales, zeros, group_size=fmt.group_size)
+    count = copies_for(packed.packed.numel(), l2_bytes)
+    return q, scales, [packed] + [packed.clone() for _ in range(count - 1)]
+
+
+def measured(problem: Problem, weights: list, fmt: Format) -> list[Result]:
+    """The results of one format at one cell, with the limit of its bytes."""
+    results = measure(candidates(problem, weights, fmt), problem)
+    device = torch.cuda.get_device_properties(0).name
+    for r in results:
+        group, zeros, pdl = fmt.group_size, fmt.zeros, bool(r.pdl)
+        r.limit_us = limit(r.m, r.n, r.k, group_size=group, has_zeros=zeros, pdl=pdl, device=device)
+    return results
 
 
 def run(
@@ -107,26 +132,22 @@ def run(
     budget: Budget,
     done: Callable[[Report], None] = lambda report: None,
 ) -> None:
-    """Measure every cell, the base beside each format; `done` is called after each weight. A cell
-    whose formats were not all measured when the budget ends keeps what it has.
+    """Measure whole cells, the base and each format, until the budget is spent; `done` is called
+    after each.
     """
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     for n, k in shapes:
-        for fmt in (BASE, *formats):
-            q, scales = make_weight(n, k, group_size=fmt.group_size, dtype=DTYPES[fmt.dtype])
-            zeros = torch.full_like(scales, 8, dtype=torch.uint8) if fmt.zeros else None
-            packed = pack(q, scales, zeros, group_size=fmt.group_size)
-            count = copies_for(packed.packed.numel(), l2_bytes)
-            weights = [packed] + [packed.clone() for _ in range(count - 1)]
-            for m in ms:
-                if budget.spent():
-                    report.finished = False
-                    return
+        weights = {fmt: prepared(n, k, fmt, l2_bytes) for fmt in (BASE, *formats)}
+        for m in ms:
+            if budget.spent():
+                report.finished = False
+                return
+            for fmt, (q, scales, copies) in weights.items():
                 problem = make_problem(m, q, scales, fmt.group_size)
-                report.results += measure(candidates(problem, weights, fmt), problem)
-            del weights, packed
-            torch.cuda.empty_cache()
-        done(report)
+                report.results += measured(problem, copies, fmt)
+            done(report)
+        del weights
+        torch.cuda.empty_cache()
 
 
 def ratios(report: Report) -> dict[str, dict[Key, float]]:
@@ -134,7 +155,7 @@ def ratios(report: Report) -> dict[str, dict[Key, float]]:
     found: dict[str, dict[Key, float]] = {}
     for key, cell in cells(report.results).items():
         for name, result in cell.items():
-            base = cell.get(BASE.name + (PDL if name.endswith(PDL) else ""))
+            base = cell.get(BASE.name + (PDL_SUFFIX if name.endswith(PDL_SUFFIX) else ""))
             if base is not None and base.us and result.us and result is not base:
                 found.setdefault(name, {})[key] = result.us / base.us
     return found
@@ -142,7 +163,7 @@ def ratios(report: Report) -> dict[str, dict[Key, float]]:
 
 def table_of(report: Report) -> Table:
     """The base's time and each format's over it, without dependent launch."""
-    found = {name: r for name, r in ratios(report).items() if not name.endswith(PDL)}
+    found = {name: r for name, r in ratios(report).items() if not name.endswith(PDL_SUFFIX)}
     table = Table(title="without PDL, cold L2: over f16.s.128", box=None, pad_edge=False)
     for name in ("N x K", "M", "f16.s.128, us", *found):
         table.add_column(name, justify="right")
@@ -170,7 +191,8 @@ def show(report: Report, console: Console | None = None) -> None:
     console.print(table_of(report))
     for r in report.results:
         if r.status != "ok":
-            console.print(f"{r.n} x {r.k} M = {r.m}: {r.candidate}: {r.status}", highlight=False)
+            text = f"{r.n} x {r.k} M = {r.m}: {r.candidate}: {r.status}"
+            console.print(text, highlight=False, markup=False)
     for line in summary(report):
         console.print(line, highlight=False)
     if not report.finished:
@@ -204,8 +226,10 @@ def main(
 
     def record(partial: Report) -> None:
         partial.save(json_path)
-        n, k = partial.results[-1].n, partial.results[-1].k
-        print(f"{n} x {k}: {len(partial.results)} figures so far", flush=True)
+        last = partial.results[-1]
+        key = last.n, last.k, last.m
+        text = ", ".join(f"{name} {r[key]:.2f}" for name, r in ratios(partial).items() if key in r)
+        print(f"{last.n} x {last.k} M = {last.m}: {text}", flush=True)
 
     run(shape_list, m_list, chosen, report, allowance, record)
     report.save(json_path)

@@ -141,10 +141,12 @@ def rows_of_fewer(
     measurements: list[Measurement],
     variants: frozenset[str],
     geometries: list[Geometry],
+    formats: Sequence[Format] = (DEFAULT_FORMAT,),
 ) -> list[DispatchRow]:
-    """For formats that have only these `geometries`, and no timings of their own: at each shape
-    measured in the default format the best of them there. What was not timed takes what the model
-    says, scaled by what the fastest kernel took over what the model says of it.
+    """For formats that lack some of the default format's Hopper kernels and have only these
+    `geometries`: at each shape measured in the default format the best of them there. What was not
+    timed takes what the model says, scaled by what the fastest kernel took over what the model says
+    of it. The rows hold for `formats`; the default one stands for all that have the geometry.
     """
     chosen = []
     mine = [g.with_format(*DEFAULT_FORMAT) for g in geometries if g.family == "hopper"]
@@ -157,11 +159,17 @@ def rows_of_fewer(
             near = [v for v in mine if cost.sensible_rows(m, v.m_tile, LARGE_TILE)] or mine
             told, *costs = cost.totals([_variant(fastest), *near], gpu)(ProblemShape(m, n, k))
             us = {v.name: c * fastest.decisive_us / told for v, c in zip(near, costs)}
-            us |= {_variant(x).name: x.decisive_us for x in here if _variant(x) in mine}
+            timed_here = {_variant(x).name: x for x in here if _variant(x) in mine}
+            us |= {name: x.decisive_us for name, x in timed_here.items()}
             best = min(us, key=lambda name: us[name])
             geometry = Variant.parse(best).geometry().name
-            source = f"{fastest.source}, of fewer kernels"
-            chosen.append(Measurement(sms, n, k, m, geometry, us[best], source))
+            source = f"{fastest.source}, of fewer kernels by the model"
+            if best in timed_here:
+                source = f"{timed_here[best].source}, of fewer kernels"
+            chosen += [
+                Measurement(sms, n, k, m, geometry, us[best], source, group, dtype, zeros)
+                for dtype, zeros, group in formats
+            ]
     return _rows_of(chosen)
 
 
@@ -258,8 +266,8 @@ def _shape_rows(
     """
     previous, pending = 0, None
     for x in here:
-        # Up to SMALLEST_TILE rows a kernel takes the same time: what was measured decides for all.
-        between = max((m for m in known if SMALLEST_TILE < m < x.m), default=0)
+        # Up to SMALLEST_TILE rows a kernel takes the same time: the format's own figure decides.
+        between = max((m for m in known if m < x.m and x.m > SMALLEST_TILE), default=0)
         low = max(previous, between)
         lo = 0 if low == 0 and x.m <= 16 else max(low, x.m // REACH_M) + 1
         previous = x.m
@@ -416,7 +424,7 @@ def build_table(
     """The table over those `variants` that are for dense (sparse) weights: measurements first;
     beyond the most rows measured the model among what was timed there; then the model, for named
     devices and for any device. A measurement is of one format and serves all: those that lack its
-    kernel take the best of what they have.
+    kernel take the best of the Hopper kernels that they have.
 
     Formats with the same set of geometries share rows; formats with fewer geometries have their own
     rows behind, which the others never reach.
@@ -426,14 +434,21 @@ def build_table(
     classes = _format_classes(ordered)
     measurements = read_measurements(arch, folder)
     rows = measured_rows(measurements, names)
-    for geometries, _ in classes[1:]:
-        rows += rows_of_fewer(arch, measurements, names, geometries)
+    fewer = [(g, formats) for g, formats in classes if DEFAULT_FORMAT not in formats]
+    # Of nested sets the larger one's choice is the smaller one's, too, where it has it. Rows for
+    # others name their formats, and stand before.
+    for geometries, formats in fewer:
+        if not _nested(geometries, classes):
+            rows += rows_of_fewer(arch, measurements, names, geometries, formats)
+    for geometries, _ in fewer:
+        if _nested(geometries, classes):
+            rows += rows_of_fewer(arch, measurements, names, geometries)
     rows += rows_beyond(arch, measurements, names)
     sms_known = sorted({g.sms for g in GPUS.values() if g.arch == arch.name})
     for sms in (*(sms_known if len(sms_known) > 1 else ()), None):
         ahead: list[Choices] = []
-        for geometries, fmt in classes:
-            more, choices = model_rows(arch, _preferred(arch, geometries), fmt, sms, ahead)
+        for geometries, formats in classes:
+            more, choices = model_rows(arch, _preferred(arch, geometries), formats[0], sms, ahead)
             rows += more
             ahead.append(choices)
     return DispatchTable(tuple(rows), names).without_unreachable()
@@ -456,14 +471,23 @@ def _preferred(arch: Arch, geometries: list[Geometry]) -> list[Geometry]:
     return [g for g in geometries if g.family == first]
 
 
-def _format_classes(variants: list[Variant]) -> list[tuple[list[Geometry], Format]]:
-    """(geometries in declaration order, one of the formats that have exactly these), most
-    geometries first.
+FormatClass = tuple[list[Geometry], list[Format]]
+
+
+def _nested(geometries: list[Geometry], classes: list[FormatClass]) -> bool:
+    """Whether every class with as many geometries or more has all of these."""
+    larger = (set(g) for g, _ in classes if len(g) >= len(geometries))
+    return all(set(geometries) <= g for g in larger)
+
+
+def _format_classes(variants: list[Variant]) -> list[FormatClass]:
+    """(geometries in declaration order, the formats that have exactly these), most geometries
+    first.
     """
     by_format: dict[Format, list[Geometry]] = {}
     for v in variants:
         by_format.setdefault((v.dtype, v.zeros, v.group_size), []).append(v.geometry())
-    classes: dict[tuple[Geometry, ...], Format] = {}
+    classes: dict[tuple[Geometry, ...], list[Format]] = {}
     for fmt, geometries in by_format.items():
-        classes.setdefault(tuple(geometries), fmt)
+        classes.setdefault(tuple(geometries), []).append(fmt)
     return sorted(((list(g), f) for g, f in classes.items()), key=lambda c: -len(c[0]))

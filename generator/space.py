@@ -26,10 +26,11 @@ LIGHTEST: Format = ("f16", False, -1)
 LIGHTEST128: Format = ("f16", False, 128)
 F16_128: tuple[Format, ...] = (LIGHTEST128, ("f16", True, 128))
 # Of the other formats (groups of 32 and 64, one scale a column) symmetric weights have more kernels
-# than those with zero points, which for a whole column nobody is known to write.
-SYM: tuple[Format, ...] = tuple(f for f in ALL if f in COMMON or not f[1])
-MOST: tuple[Format, ...] = tuple(f for f in ALL if f in SYM or f[2] > 0)
-# Zero points for groups of 32 take half as much memory again as other weights: too deep a ring.
+# than those with zero points, and few writers put zero points on whole columns.
+COMMON_OR_SYM: tuple[Format, ...] = tuple(f for f in ALL if f in COMMON or not f[1])
+NO_COLUMN_ZEROS: tuple[Format, ...] = tuple(f for f in ALL if f[1:] != (True, -1))
+# Zero points in groups of 32 take a tenth more shared memory than groups of 128: rings of twelve
+# stages, and some others, do not fit.
 LARGEST: tuple[Format, ...] = tuple((dtype, True, 32) for dtype in DTYPES)
 ROOMY: tuple[Format, ...] = tuple(f for f in ALL if f not in LARGEST)
 
@@ -85,7 +86,7 @@ HOPPER = (
     Row("m16_n128k256_w2x2_p8_split2_c1", COMMON, "9-16, medium N: a cluster splits K"),
     Row("m16_n64k256_w1x4_p12_split2_c1", ROOMY, "9-16, few columns"),
     Row("m16_n64k256_w1x4_p8_split2_c1", LARGEST, "few columns, zero points for 32"),
-    Row("m16_n64k256_w1x4_p8_split4_c1", SYM, "9-16, fewer columns: four CTAs split K"),
+    Row("m16_n64k256_w1x4_p8_split4_c1", COMMON_OR_SYM, "9-16, fewer columns: four CTAs split K"),
     Row("m16_n64k256_w1x4_p12_dp_c1", ROOMY, "9-16, one 64-wide tile a SM"),
     Row("m16_n64k256_w1x4_p8_dp_c1", LARGEST, "64-wide tiles, zero points for 32"),
     Row(
@@ -94,7 +95,7 @@ HOPPER = (
         "9-16, four k groups, equal shares of K",
         TILE_LOOP_SPILL,
     ),
-    Row("m16_n64k256_w1x2_p6_dp_c2", MOST, "9-16, two 64-wide tiles a SM"),
+    Row("m16_n64k256_w1x2_p6_dp_c2", NO_COLUMN_ZEROS, "9-16, two 64-wide tiles a SM"),
     Row("m16_n64k256_w1x2_p6_split2_c2", COMMON, "9-16, two halves of 64-wide tiles a SM"),
     Row("m16_n64k256_w1x1_p4_dp_c3", COMMON, "9-16, three 64-wide tiles a SM"),
     Row("m16_n64k256_w1x1_p4_split2_c3", COMMON, "9-16, three halves of 64-wide tiles a SM"),
@@ -176,7 +177,7 @@ HOPPER = (
     Row("m64_n192k256_w3x1_p3_dp_c1", COMMON, "33-64 and 256, one 192-wide tile a SM"),
     Row("m64_n192k128_w3x1_p5_split2_c1", ROOMY, "64 tiles of 192 columns: two CTAs each"),
     Row("m64_n128k256_w2x1_p4_streamk_c1_mc2", ALL, "49-64, medium N: equal shares of K"),
-    Row("m64_n128k128_w2x2_p6_dp_c1", MOST, "one 128-wide tile a SM"),
+    Row("m64_n128k128_w2x2_p6_dp_c1", NO_COLUMN_ZEROS, "one 128-wide tile a SM"),
     Row("m64_n128k128_w2x2_p6_split2_c1", ALL, "medium N, every format", TILE_LOOP_SPILL),
     Row("m64_n64k128_w1x2_p8_split2_c1", ALL, "few columns"),
     # batch 65 and more: tensor cores
@@ -184,24 +185,42 @@ HOPPER = (
     Row("m80_n192k128_w3x1_p5_split2_c1", COMMON, "65-80, 64 tiles of 192 columns: two CTAs each"),
     Row("m80_n128k256_w2x1_p3_streamk_c1_mc2", ALL, "73-80, medium N: equal shares of K"),
     Row("m80_n128k256_w2x1_p3_split2_c1", COMMON, "65-80, medium N: a cluster splits K"),
-    Row("m80_n64k128_w1x2_p8_split2_c1", SYM, "65-80, few columns"),
+    Row("m80_n64k128_w1x2_p8_split2_c1", COMMON_OR_SYM, "65-80, few columns"),
     Row("m96_n192k128_w3x1_p5_split2_c1", F16_128, "81-96, 64 tiles of 192 columns, bf16 spills"),
     Row("m96_n128k128_w2x1_p6_streamk_c1_mc2", ALL, "81-96, medium N: equal shares of K"),
     Row("m96_n128k128_w2x1_p6_split2_c1", ROOMY, "81-96, medium N: a cluster splits K"),
     Row("m96_n64k128_w1x2_p6_split2_c1", ROOMY, "81-96, few columns"),
-    Row("m112_n128k128_w2x1_p5_streamk_c1_mc2", MOST, "97-112, medium N: equal shares of K"),
+    Row(
+        "m112_n128k128_w2x1_p5_streamk_c1_mc2",
+        NO_COLUMN_ZEROS,
+        "97-112, medium N: equal shares of K",
+    ),
     Row("m112_n128k128_w2x1_p5_split2_c1", COMMON, "97-112, few tiles: a cluster splits K"),
     Row("m128_n192k128_w3x1_p4_dp_c1", COMMON, "97-256, one 192-wide tile a SM"),
     Row("m128_n256k128_w2x1_p4_streamk_c1_mc2", COMMON, "ragged: equal shares of K"),
     Row("m128_n128k128_w2x1_p4_split2_c1", COMMON, "few tiles: a cluster splits K"),
-    Row("m128_n128k128_w2x1_p5_dp_c1_mc2", SYM, "a wave that large tiles leave half empty"),
+    Row(
+        "m128_n128k128_w2x1_p5_dp_c1_mc2", COMMON_OR_SYM, "a wave that large tiles leave half empty"
+    ),
     Row("m128_n128k128_w2x1_p5_streamk_c1_mc2", ALL, "113-128, medium N: equal shares of K"),
-    Row("m144_n128k128_w2x1_p4_streamk_c1_mc2", SYM, "129-144, medium N: equal shares of K"),
+    Row(
+        "m144_n128k128_w2x1_p4_streamk_c1_mc2",
+        COMMON_OR_SYM,
+        "129-144, medium N: equal shares of K",
+    ),
     Row("m144_n128k128_w2x1_p4_split2_c1", COMMON, "129-144, few tiles: a cluster splits K"),
-    Row("m160_n128k128_w2x1_p4_streamk_c1_mc2", SYM, "145-160, medium N: equal shares of K"),
+    Row(
+        "m160_n128k128_w2x1_p4_streamk_c1_mc2",
+        COMMON_OR_SYM,
+        "145-160, medium N: equal shares of K",
+    ),
     Row("m176_n128k128_w2x1_p4_streamk_c1_mc2", COMMON, "161-176, medium N: equal shares of K"),
     Row("m192_n128k128_w2x1_p3_dp_c1_mc2", COMMON, "row counts that 256 wastes"),
-    Row("m192_n128k128_w2x1_p3_streamk_c1_mc2", MOST, "177-192, medium N: equal shares of K"),
+    Row(
+        "m192_n128k128_w2x1_p3_streamk_c1_mc2",
+        NO_COLUMN_ZEROS,
+        "177-192, medium N: equal shares of K",
+    ),
     Row("m208_n128k128_w2x1_p3_streamk_c1_mc2", COMMON, "193-208, equal shares of K"),
     Row("m224_n128k128_w2x1_p3_streamk_c1_mc2", COMMON, "209-224, equal shares of K"),
     Row(

@@ -28,7 +28,7 @@ def bench(monkeypatch):
             dtype = str(problem.a.dtype).removeprefix("torch.")
             r = Result(c.name, problem.m, problem.n, problem.k, problem.group_size, dtype)
             r.rel_error, r.note = relative_error(c.calls[0](), problem.reference), c.note
-            r.us = TIMES[c.name.removesuffix(formats.PDL)] * (0.5 if c.pdl else 1)
+            r.us = TIMES[c.name.removesuffix(formats.PDL_SUFFIX)] * (0.5 if c.pdl else 1)
             results.append(r)
         return results
 
@@ -41,7 +41,7 @@ def bench(monkeypatch):
     monkeypatch.setattr(
         formats, "make_weight", lambda n, k, **o: make_weight(n, k, device="cpu", **o)
     )
-    properties = SimpleNamespace(L2_cache_size=1000)
+    properties = SimpleNamespace(L2_cache_size=1000, name="NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *a: properties)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return formats
@@ -56,7 +56,10 @@ def test_every_format_gives_the_same_product_and_a_ratio(bench):
     chosen = bench.parse_formats("f16.z.32,bf16.s.-1,f16.s.64")
     shapes = [(128, 256), (256, 256)]
     bench.run(shapes, [1, 3], chosen, report, Budget(None), lambda r: saved.append(len(r.results)))
-    assert saved == [16, 32] and report.finished
+    assert saved == [8, 16, 24, 32] and report.finished
+    limits = {r.candidate: r.limit_us for r in report.results if r.m == 1 and r.n == 256}
+    assert limits["f16.z.32"] > limits["f16.s.64"] > limits["f16.s.128"]  # more bytes
+    assert "interleaved in one process" not in formats.METHOD
     assert all(r.rel_error < (1e-2 if r.dtype == "bfloat16" else 1e-3) for r in report.results)
     found = bench.ratios(report)
     assert set(found) == {f"{f.name}{pdl}" for f in chosen for pdl in ("", " PDL")}
@@ -85,9 +88,10 @@ def test_zero_points_are_stored_and_equal_eight(bench):
 def test_a_spent_budget_is_said(bench):
     report = _report()
     ticks = iter(range(100))
-    budget = Budget(3.5, clock=lambda: next(ticks))
-    bench.run([(128, 256)], [1, 2], bench.parse_formats("f16.s.64"), report, budget)
-    assert not report.finished and 0 < len(report.results) < 8
+    budget = Budget(1.5, clock=lambda: next(ticks))
+    bench.run([(128, 256)], [1, 2, 3], bench.parse_formats("f16.s.64"), report, budget)
+    assert not report.finished and {r.m for r in report.results} == {1}
+    assert len(report.results) == 4  # whole cells
     console = Console(record=True, width=200, file=io.StringIO())
     bench.show(report, console)
     assert "the time budget ended the run" in console.export_text()

@@ -225,6 +225,12 @@ def test_a_measured_format_leaves_out_rows_that_the_default_one_measured(tmp_pat
     for with_zeros in (False, True):
         for m, tile in ((112, 112), (113, 128), (128, 128), (129, 144), (144, 144)):
             assert chosen(m, with_zeros) == tiles[tile], (m, with_zeros)
+    # Nor are 16 rows measured in a format for the eight that the default one measured.
+    ten = [{**_entry(m, tiles[112 + 2 * m], 2.0), "sms": 132} for m in (8, 16)]
+    _write(tmp_path, [*ten, {**ten[1], "zeros": True}], "sm_90a")
+    few = rows.measured_rows(rows.read_measurements(ARCHS["sm_90a"], tmp_path), names)
+    by_zeros = {row.zeros: row.m for row in few if row.geometry == tiles[144]}
+    assert by_zeros == {True: Range(9, 16), None: Range(9, 16)}
     # Up to eight rows take the same time: the format's own measurement at 8 decides for 1.
     assert chosen(1, True) == tiles[112] and chosen(1, False) == tiles[128]
 
@@ -285,6 +291,13 @@ def test_formats_with_fewer_kernels_take_the_best_of_what_they_have(tmp_path):
     assert 5.5 < model[untimed] * 5.0 / model[halves] < 9.0
     assert choice(wide, untimed).geometry == untimed
     assert choice(untimed, split).geometry == split
+    model_row = choice(wide, untimed)
+    assert model_row.source == "measured A10 2026-11-29, of fewer kernels by the model"
+    named = rows.rows_of_fewer(
+        ARCHS["sm_90a"], measurements, names, [Geometry.parse(wide)], [("bf16", True, 32)]
+    )
+    assert [r.takes(("bf16", True, 32)) for r in named] == [True]
+    assert not named[0].takes(SYM)
     other = [Geometry.parse("w4a16_ampere_m16_n128k256_w2x4_p4_striped_c2")]
     assert rows.rows_of_fewer(ARCHS["sm_90a"], measurements, names, other) == []
 

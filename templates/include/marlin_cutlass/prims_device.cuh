@@ -98,7 +98,7 @@ template <> MC_DEVICE float ld_global_element<F16>(const void* base, int64_t ind
   return half_to_float(__ldg(static_cast<const uint16_t*>(base) + index));
 }
 template <> MC_DEVICE float ld_global_element<BF16>(const void* base, int64_t index) {
-  float v;  // as cuda_bf16.h has it: by a shift, an Ampere kernel of 128 rows spills
+  float v;  // the instructions of cuda_bf16.h: with a shift in their place an Ampere kernel of 128 rows spills
 #if __CUDA_ARCH__ >= 900
   asm("cvt.f32.bf16 %0, %1;" : "=f"(v) : "h"(static_cast<const uint16_t*>(base)[index]));
 #else

@@ -5,7 +5,8 @@
 
 namespace marlin_cutlass {
 
-struct alignas(128) TensorMap { uint64_t opaque[16]; };  // cuda.h's CUtensorMap
+struct alignas(128) TensorMap { uint64_t opaque[16]; };  // CUtensorMap of cuda.h, from CUDA 13 on; before, it was aligned to 64 bytes
+static_assert(sizeof(TensorMap) == 128, "what the driver encodes");
 
 // ---- mbarrier ---------------------------------------------------------------------------------------------------
 MC_DEVICE void mbarrier_init(smem_addr_t bar, int arrivals) {
