@@ -77,8 +77,10 @@ def test_every_row_says_where_it_comes_from(table):
 
 
 def test_sizes_stay_readable(table):
-    """Of the default families. The launcher scans rows once for each new shape: 1 ns a row."""
-    assert len(table.rows) < 6000
+    """Of the default families. The launcher scans rows once for each new shape: 1 ns a row. On
+    sm_90a seven sets of kernels, of which formats have one each, share them.
+    """
+    assert len(table.rows) < 12000
 
 
 # ---- the checks themselves can fail --------------------------------------------------------------

@@ -133,6 +133,7 @@ template <class E> MC_DEVICE uint32_t sub2(uint32_t a, uint32_t b) {
   return IsBf16<E>::value ? emu_fma2(true, b, 0xbf80bf80u, a) : emu_sub2_f16(a, b);
 }
 template <class E> MC_DEVICE uint32_t pack2(float low, float high) { return emu_pack2(IsBf16<E>::value, low, high); }
+MC_DEVICE float half_to_float(uint16_t x) { return emu_to_float(false, x); }
 MC_DEVICE float half_low_to_float(uint32_t x) { return emu_to_float(false, static_cast<uint16_t>(x)); }
 MC_DEVICE float half_high_to_float(uint32_t x) { return emu_to_float(false, static_cast<uint16_t>(x >> 16)); }
 MC_DEVICE float bfloat_low_to_float(uint32_t x) { return emu_to_float(true, static_cast<uint16_t>(x)); }
