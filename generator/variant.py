@@ -214,6 +214,30 @@ class Variant:
         )
 
     @property
+    def producers(self) -> int:
+        """Hopper: warps that stream weights, and as many that stream activations."""
+        two = (
+            self.moves_registers
+            and not self.sums_activations
+            and (self.n_sm, self.k_sm) == (BLOCK_COLUMNS, BLOCK_DEPTH)
+            and self.decomposition in ("data_parallel", "split_k")
+        )
+        return 2 if two else 1
+
+    @property
+    def first_in_halves(self) -> bool:
+        """Hopper: the first stage of each k group comes in two halves of its depth, with a
+        barrier each, so that products begin sooner."""
+        return (
+            self.hopper
+            and self.decomposition != "hybrid"
+            and self.k_sm // BLOCK_DEPTH % 2 == 0
+            and (self.warps_n, self.warps_k) != (2, 1)
+            and not self.sums_activations
+            and self.stages >= 2 * self.warps_k
+        )
+
+    @property
     def threads(self) -> int:
         if not self.hopper:
             return 32 * self.warps_n * self.warps_k
@@ -274,5 +298,8 @@ class Variant:
         return round_up(self.stages * (self.k_sm // self.group_size) * group, HOPPER_ALIGNMENT)
 
     def _hopper_barrier_bytes(self) -> int:
-        shared_stages = self.stages if self.multicast > 1 or self.sums_activations else 0
-        return round_up(8 * (2 * self.stages + self.warps_n + shared_stages), HOPPER_ALIGNMENT)
+        each_stage = 3 if self.multicast > 1 or self.sums_activations else 2
+        first = self.warps_k if self.first_in_halves else 0
+        if self.decomposition != "hybrid" and self.multicast == 1:
+            first += self.producers  # all barriers have been made
+        return round_up(8 * (each_stage * self.stages + self.warps_n + first), HOPPER_ALIGNMENT)

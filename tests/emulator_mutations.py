@@ -243,8 +243,55 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "stage read without waiting for it",
-        *(HLOOP, "mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);", ""),
+        *(HLOOP, "mbarrier_wait(there, ring_.phase);", ""),
         *(HOPPER, "race"),
+    ),
+    _one(
+        "second half of the first stage read without waiting for it",
+        *(HLOOP, "mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);", ""),
+        *(HOPPER_GROUPS, "race"),
+    ),
+    _one(
+        "halves expected of a first stage that comes whole",
+        *(HLOOP, "first_half_ = 0;  // this group", "// this group"),
+        *(HOPPER_SPLIT, "race", "deadlock"),
+        shape=(16, 200, 768),
+    ),
+    _one(
+        "expected bytes of one block of the first halves forgotten",
+        *(PRODUCER, "(there, C::kColumnBlocks * kBytes)", "(there, (C::kColumnBlocks - 1) * kBytes)"),
+        *(HOPPER, "deadlock", "mbarrier", "race"),
+    ),
+    _one(
+        "second half of the weights from where the first half lies",
+        *(PRODUCER, "s * C::kBlockRowBytes + kOffset, kBytes", "s * C::kBlockRowBytes, kBytes"),
+        *(HOPPER_GROUPS, "values"),
+    ),
+    _one(
+        "second half of the activations not reported",
+        *(PRODUCER, "return mbarrier_arrive(full);", "return;"),
+        *(HOPPER_GROUPS, "deadlock"),
+    ),
+    _one(
+        "fewer rows than the tile has: first half of the activations twice",
+        *(PRODUCER, "a, kPanels / 2, kPanels, full", "a, 0, kPanels / 2, full"),
+        *(HOPPER_GROUPS, "race", "values"),
+        shape=(5, 300, 1536),
+    ),
+    _one(
+        "weights asked for early asked for again",
+        *(PRODUCER, "from.advance(early);", ""),
+        *(HOPPER, "values"),
+    ),
+    _one(
+        "activations in a ring whose barriers are not known to exist",
+        *(PRODUCER, "mbarrier_wait(C::ready(base, first), 0);", ""),
+        *(HOPPER, "race", "mbarrier"),
+    ),
+    _one(
+        "ring known to exist by the barrier of another producer",
+        *(PRODUCER, "mbarrier_wait(C::ready(base, first), 0);", "mbarrier_wait(C::ready(base, 0), 0);"),
+        *(HOPPER_PAIRS, "race", "mbarrier"),
     ),
     _one(
         "stage reported as read by a warpgroup that has read none",
@@ -279,8 +326,8 @@ HOPPER_MUTATIONS = (
         "row coordinate of the activations off by one",
         *(
             PRODUCER,
-            "row = C::first_row(p, tile_index(p, s.tile).m);",
-            "row = C::first_row(p, tile_index(p, s.tile).m) + 1;",
+            "a{C::first_row(p, tile_index(p, s.tile).m),",
+            "a{C::first_row(p, tile_index(p, s.tile).m) + 1,",
         ),
         *(HOPPER, "values"),
     ),
@@ -303,14 +350,14 @@ HOPPER_MUTATIONS = (
         "activations read before the previous kernel has ended",
         *(
             PRODUCER,
-            "wait_for_previous_grid();\n  int ahead",
-            "int ahead",
+            "wait_for_previous_grid();\n  const int early",
+            "const int early",
         ),
         *(HOPPER, "race"),
     ),
     _one(
         "second of two producers begins every tile with its second stage",
-        *(PRODUCER, "if constexpr (C::kProducers > 1) ahead = -left;", ""),
+        *(PRODUCER, "ahead = C::kProducers > 1 ? -left : 0;", "ahead = 0;"),
         *(HOPPER_PAIRS, "deadlock", "mbarrier"),
         shape=ODD_STEPS,
     ),
@@ -322,13 +369,13 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "activations of the next stage for the second of two producers",
-        *(PRODUCER, "int step = s.k_begin + ahead;", "int step = s.k_begin;"),
+        *(PRODUCER, "a.step = s.k_begin + ahead;", "a.step = s.k_begin;"),
         *(HOPPER_PAIRS, "values", "deadlock", "mbarrier", "race"),
         shape=ODD_STEPS,
     ),
     _one(
         "one producer where the ring has stages for two",
-        *(HKERNEL, "i < C::kProducers; ++i", "i < 1; ++i"),
+        *(HKERNEL, "i < C::kProducers; ++i) {\n    if (warp ==", "i < 1; ++i) {\n    if (warp =="),
         *(HOPPER_PAIRS, "deadlock"),
         shape=ODD_STEPS,
     ),
@@ -544,8 +591,13 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "multicast: stage of the peer not known to be free",
-        *(PRODUCER, "mbarrier_wait(free, ring.phase);", ""),
+        *(PRODUCER, "mbarrier_wait(free, ring.phase);", ";"),
         *(HOPPER_MULTICAST, "race", "mbarrier"),
+    ),
+    _one(
+        "multicast: first use of a stage not reported to the peer",
+        *(PRODUCER, "for (int r = 0; r < C::kMulticast; ++r) mbarrier_arrive_remote", "for (int r = 0; r < C::kMulticast && !kFirst; ++r) mbarrier_arrive_remote"),
+        *(HOPPER_MULTICAST, "race", "mbarrier", "deadlock"),
     ),
     _one(
         "multicast: peer's barriers not known to exist",

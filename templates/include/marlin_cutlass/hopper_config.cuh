@@ -92,6 +92,18 @@ struct HopperConfig {
   // A warpgroup holds the stage it reads and the one before; with fewer stages it must drain before it releases.
   static constexpr bool kLookahead = kStages >= 2 * kWarpgroupsK;
 
+  // What comes first is asked for before the other barriers are made: the lane that streams weights makes those of the first stage of each k group
+  // itself. Producer warps that share the groups ask for one stage each.
+  static constexpr bool kAskEarly = kDecomposition != Decomposition::kHybrid;
+  static constexpr int kEarlyStages = !kAskEarly ? 0 : kProducers > 1 ? 1 : kWarpgroupsK;  // of one warp
+  // These come in two halves of their depth, with a barrier each: a group begins when half as many bytes are there. H200, 4096 x 4096, M = 16-48:
+  // 2-4 % less time, 1024 to 5120 columns up to 6 %, large weights 0-1 %. Two warpgroups side by side take 0-2 % more, as they do with blocks cut
+  // in halves (stages of one block), and those that wait for sums of activations 5-10 %.
+  static constexpr bool kFirstInHalves = kAskEarly && kDepthBlocks % 2 == 0 && !(kWarpgroupsN == 2 && kWarpgroupsK == 1) && !kActivationSums && kLookahead;
+  // Multicast: the first time a stage is free in every CTA once the cluster's barriers are there. Larger tiles still wait to be told so, which
+  // paces their 16 KB and more a stage (H200: M = 40-72 1-4 % less time without the wait, M = 96-128 0-12 % more, M = 256 3 % more).
+  static constexpr bool kFreeAtFirst = kMTile <= 72;
+
   static constexpr int kReleases = 4 * kReleaseLanes;  // arrivals of a warpgroup that has read a stage
 
   // Shared memory: activations (1024-byte aligned for the swizzle), weights, reduction buffers, barriers.
@@ -122,8 +134,10 @@ struct HopperConfig {
   static constexpr int kRoomChunks = (kPartialInWeights ? kWeightBytes : kActivationBytes) / kChunkRowBytes;
   static constexpr int kStageChunks = kRoomChunks < kChunks ? kRoomChunks : kChunks;
   static constexpr int kPartialStages = kDecomposition == Decomposition::kStreamK ? (kChunks + kStageChunks - 1) / kStageChunks : 0;
-  static constexpr int kExtraBarriers = kMulticast > 1 || kActivationSums ? kStages : 0;
-  static constexpr int kBarrierBytes = (8 * (2 * kStages + kWarpgroupsN + kExtraBarriers) + 127) / 128 * 128;
+  static constexpr int kStageBarriers = kMulticast > 1 || kActivationSums ? 3 : 2;
+  static constexpr bool kReadyBarrier = kAskEarly && kMulticast == 1;
+  static constexpr int kFirstHalves = kFirstInHalves ? kWarpgroupsK : 0, kFirstBarriers = kFirstHalves + (kReadyBarrier ? kProducers : 0);
+  static constexpr int kBarrierBytes = (8 * (kStageBarriers * kStages + kWarpgroupsN + kFirstBarriers) + 127) / 128 * 128;
   static constexpr int kSharedBytes = kBarrierOffset + kBarrierBytes;
 
   static_assert(kColumnBlocks % kWarpgroupsN == 0, "a warpgroup takes whole 64-column blocks");
@@ -136,6 +150,7 @@ struct HopperConfig {
   static_assert(!kSparse || (is_sparse_group(kGroupSize) && !kZeros_), "sparse: group_size 64, 128 or -1, symmetric");
   static_assert(kDecomposition != Decomposition::kStriped, "the Hopper family calls contiguous ranges stream_k");
   static_assert(kPartialStages == 0 || (kStageChunks > 0 && !kCluster), "a stage holds a chunk of every warpgroup");
+  static_assert(!kFirstInHalves || kMulticast <= 2, "each CTA of a cluster loads a half of the activations");
   static_assert(!kRunningScale || kRowBlocks == 1, "running scale: one unit for all sums of a warpgroup");
 
   using Work = WorkLoop<kDecomposition, kSplit, kMulticast>;
@@ -156,6 +171,12 @@ struct HopperConfig {
   MC_DEVICE static smem_addr_t empty(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * (kStages + stage); }
   // Multicast: the stage is free in every CTA of the cluster.
   MC_DEVICE static smem_addr_t cluster_empty(smem_addr_t base, int stage) { return base + kBarrierOffset + 8 * (2 * kStages + kWarpgroupsN + stage); }
+  // kFirstInHalves: the first half of stage `stage` has arrived, one of the first kWarpgroupsK.
+  MC_DEVICE static smem_addr_t first_half(smem_addr_t base, int stage) {
+    return base + kBarrierOffset + 8 * (kStageBarriers * kStages + kWarpgroupsN + stage);
+  }
+  // kReadyBarrier: all barriers have been made. For the warp that streams activations from stage `first` on.
+  MC_DEVICE static smem_addr_t ready(smem_addr_t base, int first) { return first_half(base, kFirstHalves + first); }
   // kActivationSums: the activations of a stage have arrived; `full` follows once they are summed.
   MC_DEVICE static smem_addr_t activations(smem_addr_t base, int stage) { return cluster_empty(base, stage); }
   MC_DEVICE static smem_addr_t sums(smem_addr_t base, int stage) { return base + kSumsOffset + stage * (kStageGroups * kGroupSumBytes); }

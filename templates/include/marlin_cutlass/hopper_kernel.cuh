@@ -12,11 +12,29 @@
 
 namespace marlin_cutlass {
 
-// By one thread (20 cycles a barrier; one lane each takes 60) of a consumer warp: meanwhile the producers find out where their first copies lie.
+// Of one stage, for what the producers bring.
+template <class C> MC_DEVICE void initialise_stage(smem_addr_t base, int stage) {
+  mbarrier_init(C::full(base, stage), C::kActivationSums ? 1 + 2 * kReleaseLanes : 2);  // weights, and activations or the two warps that sum them
+  if constexpr (C::kActivationSums) mbarrier_init(C::activations(base, stage), 1);
+}
+
+// By the lane that streams weights, whose first stage is `first`: what it and the lane that streams activations begin with (kAskEarly).
+template <class C> MC_DEVICE void initialise_first_barriers(smem_addr_t base, int first) {
+#pragma unroll
+  for (int s = 0; s < C::kEarlyStages; ++s) {
+    if constexpr (C::kFirstInHalves) mbarrier_init(C::first_half(base, first + s), 2);  // weights, activations
+    else initialise_stage<C>(base, first + s);
+  }
+  if constexpr (C::kReadyBarrier) mbarrier_init(C::ready(base, first), 1);
+  mbarrier_init_fence();
+}
+
+// The others, by one thread of a consumer warp (20 cycles a barrier; one lane each takes 60, four warps are no faster).
 template <class C> MC_DEVICE void initialise_barriers(smem_addr_t base, uint32_t rank) {
+  constexpr int kDone = C::kFirstInHalves ? 0 : C::kEarlyStages * C::kProducers;  // stages that have theirs from the producers
   if (base & 1023u) trap();  // the swizzle is a function of the address
   for (int s = 0; s < C::kStages; ++s) {
-    mbarrier_init(C::full(base, s), C::kActivationSums ? 1 + 2 * kReleaseLanes : 2);  // weights, and activations or the two warps that sum them
+    if (s >= kDone) initialise_stage<C>(base, s);
     mbarrier_init(C::empty(base, s), C::kReleases * C::kWarpgroupsN);  // of one k group
   }
   if constexpr (C::kCluster)
@@ -24,8 +42,6 @@ template <class C> MC_DEVICE void initialise_barriers(smem_addr_t base, uint32_t
   if constexpr (C::kPartialStages > 0) mbarrier_init(C::handed_over(base), 128 * C::kWarpgroupsN);
   if constexpr (C::kMulticast > 1)
     for (int s = 0; s < C::kStages; ++s) mbarrier_init(C::cluster_empty(base, s), C::kMulticast);
-  if constexpr (C::kActivationSums)
-    for (int s = 0; s < C::kStages; ++s) mbarrier_init(C::activations(base, s), 1);
   mbarrier_init_fence();
   if constexpr (C::kCluster) arm_receive_barriers<C>(base, rank);
 }
@@ -208,6 +224,14 @@ template <class C> MC_DEVICE void hopper_gemm(const TensorMap& map_a, const Gemm
   if (warp == 0) {
     if (elect_one()) initialise_barriers<C>(base, rank);
     warp_sync();
+  }
+  if constexpr (C::kAskEarly) {
+#pragma unroll
+    for (int i = 0; i < C::kProducers; ++i) {
+      if (warp != kConsumerWarps + 2 * i) continue;
+      if (elect_one()) initialise_first_barriers<C>(base, i);
+      warp_sync();
+    }
   }
   if constexpr (C::kInCluster) cluster_arrive();
 #pragma unroll

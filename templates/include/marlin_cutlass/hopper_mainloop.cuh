@@ -50,14 +50,18 @@ template <class C> struct HopperMainloop {
     }
     descriptor_ = make_descriptor(uniform(descriptor_low(base)));
     ring_.stage = warpgroup_k;
+    if constexpr (C::kFirstInHalves) first_half_ = C::first_half(base, warpgroup_k);
   }
 
   // The sum of `steps` stages of this warpgroup in acc. Tensor cores stand still for about each instruction that is issued beside them
   // (docs/performance.md), so the loop has as few as can be.
   MC_DEVICE void run(int steps) {
     begin_sums();
-    if (steps <= 0) return;
-    await_stage();
+    if (steps <= 0) {
+      first_half_ = 0;  // this group has no stage of the first tile: none of its stages comes in halves
+      return;
+    }
+    await_stage(C::kFirstInHalves && first_half_ != 0 ? first_half_ : C::full(base_, ring_.stage));
     int left = steps;
     bool more;
     do {
@@ -67,13 +71,13 @@ template <class C> struct HopperMainloop {
       ring_.advance(C::kWarpgroupsK);
       if constexpr (C::kLookahead) {
         held_ = current;
-        if (more) await_stage();
+        if (more) await_stage(C::full(base_, ring_.stage));
         settle<kQuads - 1>(kBatches - 1);
       } else {
         settle<kQuads - 1>(kBatches - 1);
         wgmma_wait<0>();
         release(current);
-        if (more) await_stage();
+        if (more) await_stage(C::full(base_, ring_.stage));
       }
       --left;
     } while (more);
@@ -153,9 +157,9 @@ template <class C> struct HopperMainloop {
     if (kReleaseLanes > 1 || lane_ == 0) mbarrier_arrive(C::empty(base_, stage));
   }
 
-  // Waits for the next stage and asks for its first quad.
-  MC_DEVICE void await_stage() {
-    mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
+  // Waits for the next stage, or the first half of it, on barrier `there` and asks for its first quad.
+  MC_DEVICE void await_stage(smem_addr_t there) {
+    mbarrier_wait(there, ring_.phase);
     stage_offset_ = ring_.stage * C::kWeightBytes;
     if constexpr (kAddresses) {
       codes_at_ = codes_ + stage_offset_;
@@ -167,6 +171,13 @@ template <class C> struct HopperMainloop {
       if constexpr (C::kSparse) places_at_ = places_address_ + stage_offset_;
     }
     load_quad<0>();
+  }
+
+  // kFirstInHalves: waits for the second half of the first stage.
+  MC_DEVICE void await_second_half() {
+    if (first_half_ == 0) return;
+    mbarrier_wait(C::full(base_, ring_.stage), ring_.phase);
+    first_half_ = 0;
   }
 
   template <int kQuad> MC_DEVICE void load_quad() {
@@ -206,7 +217,9 @@ template <class C> struct HopperMainloop {
       if constexpr (kEntriesPerQuad == 2) scales_[1] = D::prepare(entry_next_[1]);
     }
     const uint32_t places[4] = {places_next_.x, places_next_.y, places_next_.z, places_next_.w};  // sparse only
-    if constexpr (kQuad + 1 < kQuads) load_quad<kQuad + 1>();
+    // The second half is asked for behind the products: a wait ahead of them makes ptxas serialise wgmma (C7513).
+    constexpr bool kHalfEnds = C::kFirstInHalves && kQuad + 1 == kQuads / 2;
+    if constexpr (kQuad + 1 < kQuads && !kHalfEnds) load_quad<kQuad + 1>();
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
     // In 64 bits: a pair of uniform registers then takes one add of a constant for each wgmma.
     const uint64_t descriptor = activations + (At::kDepth * 2 + At::kHalf) * kSliceUnits;
@@ -224,6 +237,12 @@ template <class C> struct HopperMainloop {
       }
       issue<kQuad, 0>(b, descriptor);
       if constexpr (C::kParts == 2) issue<kQuad, 1>(b, descriptor);
+      if constexpr (kHalfEnds) {
+        if (b + 1 == kBatches) {
+          await_second_half();
+          load_quad<kQuad + 1>();
+        }
+      }
       if (kQuad + 1 < kQuads || b + 1 < kBatches) settle<kQuad>(b);
     }
   }
@@ -329,6 +348,7 @@ template <class C> struct HopperMainloop {
   smem_addr_t codes_at_, entries_at_, places_at_ = 0;
   uint64_t descriptor_;
   RingPosition<C::kStages> ring_;
+  smem_addr_t first_half_ = 0;  // the stage at hand, or the next, is this group's first: the barrier of its first half
   int held_ = -1, lane_;  // held: the stage before
   U32x4 codes_next_, places_next_{};
   typename D::Entry entry_next_[kEntriesPerQuad];

@@ -7,8 +7,14 @@
 
 namespace marlin_cutlass {
 
-constexpr int kBarriersReady = 8;  // named barrier: the mbarriers may be used
-template <class C> MC_DEVICE void wait_for_barriers() { named_barrier_sync_unaligned(kBarriersReady, C::kThreads); }
+// Named barriers: the mbarriers may be used. Warps that stream activations do not take part where they begin early: they may wait for the previous
+// grid first, and find out by an mbarrier of their own (ready) or the cluster's barrier.
+constexpr int kBarriersReady = 8, kFirstBarriersReady = 9;
+template <class C> MC_DEVICE void wait_for_barriers() {
+  named_barrier_sync_unaligned(kBarriersReady, C::kThreads - (C::kAskEarly ? 32 * C::kProducers : 0));
+}
+// Those of the stages that producers `first` begin with, by its two warps.
+MC_DEVICE void wait_for_first_barriers(int first) { named_barrier_sync_unaligned(kFirstBarriersReady + first, 64); }
 
 // Address of stage `step` of a column block.
 template <class C> MC_DEVICE const uint8_t* block_source(const GemmParams& p, int block, int step) {
@@ -29,6 +35,10 @@ template <class C> struct BlockSources {
       at[i] = block_source<C>(p, block, s.k_begin + ahead);
       forget(at[i]);  // here, ahead of the wait for the barriers
     }
+  }
+  MC_DEVICE void advance(int stages) {
+#pragma unroll
+    for (int i = 0; i < C::kColumnBlocks; ++i) at[i] += stages * C::kProducers * C::kBlockRowBytes;
   }
   MC_DEVICE const uint8_t* next(int i) {
     const uint8_t* source = at[i];
@@ -78,7 +88,29 @@ MC_DEVICE void fetch_partials(const GemmParams& p, smem_addr_t base, const Segme
   }
 }
 
-// By a whole warp; one lane of it goes on. Where the first stage lies is found out while another warp makes the barriers. Of kProducers warps each
+// How many stages a producer warp asks for early, of the first tile's `steps` from its own first on.
+template <class C> MC_DEVICE int early_stages(int steps) {
+  const int left = steps < 0 ? 0 : steps;
+  return left < C::kEarlyStages ? left : C::kEarlyStages;
+}
+
+// The weights of the first `stages` stages from `first` on: half `kHalf` of each, or all (kHalf = -1).
+template <class C, int kHalf> MC_DEVICE void load_first_weights(smem_addr_t base, const BlockSources<C>& from, int first, int stages, uint64_t policy) {
+  constexpr int kBytes = kHalf < 0 ? C::kBlockRowBytes : C::kBlockRowBytes / 2, kOffset = kHalf > 0 ? kBytes : 0;
+  smem_addr_t there = kHalf == 0 ? C::first_half(base, first) : C::full(base, first);
+  smem_addr_t dst = base + C::kWeightOffset + first * C::kWeightBytes + kOffset;
+#pragma unroll 1
+  for (int s = 0; s < stages; ++s) {
+    mbarrier_arrive_expect(there, C::kColumnBlocks * kBytes);
+#pragma unroll
+    for (int i = 0; i < C::kColumnBlocks; ++i)
+      bulk_load(dst + i * C::kBlockRowBytes, from.at[i] + s * C::kBlockRowBytes + kOffset, kBytes, there, policy);
+    there += 8;
+    dst += C::kWeightBytes;
+  }
+}
+
+// By a whole warp; one lane of it goes on. Where the first stage lies is found out while other warps make barriers. Of kProducers warps each
 // takes every kProducers-th stage, `first` being its first.
 template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& p, smem_addr_t base, Loop loop, int first) {
   const uint64_t policy = evict_first_policy();
@@ -87,13 +119,25 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
   Segment s{};
   bool more = loop.next(s);
   from.find(p, s, first);
+  const int early = early_stages<C>(s.k_end - s.k_begin - first);
+  if constexpr (C::kAskEarly) {
+    if constexpr (C::kReadyBarrier) wait_for_first_barriers(first);
+    if (elect_one()) load_first_weights<C, C::kFirstInHalves ? 0 : -1>(base, from, first, early, policy);
+    warp_sync();
+  }
   wait_for_barriers<C>();
   if (!elect_one()) return;
+  if constexpr (C::kAskEarly) {
+    if constexpr (C::kReadyBarrier) mbarrier_arrive(C::ready(base, first));
+    if constexpr (C::kFirstInHalves) load_first_weights<C, 1>(base, from, first, early, policy);
+    from.advance(early);
+    ring.advance(early * C::kProducers);
+  }
   // Stream-K: stages until the partial sum of this CTA is reported. That happens ahead of the stage that reuses the slot of the first one behind
   // the cut tile's: when consumers free that slot they have stored the sum, so that waiting costs little. The ring has been once around by then,
   // hence the previous grid has ended (wait_for_weight_stage).
   int until_report = 0, cut_tile = 0;
-  int ahead = first;  // stages before this warp's next
+  int ahead = first + early * C::kProducers;  // stages before this warp's next
   while (more) {
     int left = s.k_end - s.k_begin - ahead;
     for (; left > 0; left -= C::kProducers) {
@@ -106,7 +150,7 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
       for (int i = 0; i < C::kColumnBlocks; ++i) bulk_load(dst + i * C::kBlockRowBytes, from.next(i), C::kBlockRowBytes, full, policy);
       ring.advance(C::kProducers);
     }
-    if constexpr (C::kProducers > 1) ahead = -left;
+    ahead = C::kProducers > 1 ? -left : 0;
     const Segment done = s;
     more = loop.next(s);
     if constexpr (C::kPartialStages > 0) {
@@ -129,82 +173,115 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
   }
 }
 
-// Until the stage is free in every CTA of the cluster that shares activations.
-template <class C> MC_DEVICE void wait_for_free_stage(smem_addr_t base, const RingPosition<C::kStages>& ring) {
-  wait_for_stage<C>(base, ring);
+// Until the stage is free in every CTA of the cluster that shares activations; kFirst: it is, as one that is asked for early.
+template <class C, bool kFirst = false> MC_DEVICE void wait_for_free_stage(smem_addr_t base, const RingPosition<C::kStages>& ring) {
+  if constexpr (!kFirst) wait_for_stage<C>(base, ring);
   if constexpr (C::kMulticast > 1) {
     const smem_addr_t free = C::cluster_empty(base, ring.stage);
 #pragma unroll
     for (int r = 0; r < C::kMulticast; ++r) mbarrier_arrive_remote(free, r);
-    mbarrier_wait(free, ring.phase);
+    if (C::kFreeAtFirst ? !kFirst && ring.reused : true) mbarrier_wait(free, ring.phase);
   }
 }
 
-// One stage of activations, `rows` of them: a box of the whole stage or, of fewer rows than the tile has, one for each 64 of its depth. In a
-// cluster every CTA loads its part of the stage for all of them, once the stage is free in all.
 template <class C> MC_DEVICE smem_addr_t activations_full(smem_addr_t base, int stage) {
   return C::kActivationSums ? C::activations(base, stage) : C::full(base, stage);
 }
+
+// Where a stage of activations comes from.
+struct ActivationRows {
+  int row, rows, step;  // the first row, how many, the k step
+};
+
+// Panels of a stage, each 64 deep: `begin` to `end`, those from `middle` on reported to `second`. A box holds a whole stage, or a CTA's part of
+// it; of fewer rows than the tile has, one panel. Depth outside A arrives as zeros and counts its bytes.
 template <class C>
-MC_DEVICE void load_activations(const TensorMap& map_a, smem_addr_t base, const RingPosition<C::kStages>& ring, int row, int rows, int step) {
-  const smem_addr_t full = activations_full<C>(base, ring.stage);
-  const smem_addr_t stage = base + ring.stage * C::kActivationBytes;
-  constexpr int kPanels = C::kKSm / 64;  // 64 deep each
-  wait_for_free_stage<C>(base, ring);
-  if constexpr (C::kMulticast == 1) {
-    mbarrier_arrive_expect(full, rows * (kPanels * 128));
-    // Depth outside A arrives as zeros and counts its bytes.
-    if (rows == C::kMTile) {
-      tensor_load_3d(stage, &map_a, 0, row, step * kPanels, full);
-    } else {
+MC_DEVICE void load_panels(const TensorMap& map_a, smem_addr_t stage, const ActivationRows& a, int begin, int end, smem_addr_t first, smem_addr_t second) {
+  constexpr int kPanels = C::kKSm / 64;
 #pragma unroll 1
-      for (int i = 0; i < kPanels; ++i) tensor_load_3d(stage + i * (C::kMTile * 128), &map_a, 0, row, step * kPanels + i, full);
-    }
-  } else {
-    constexpr int kParts = C::kMulticast;
-    const uint32_t rank = cluster_rank();
-    mbarrier_arrive_expect(full, rows * (kPanels * 128));
-    const int first = rank * (kPanels / kParts), boxes = rows == C::kMTile ? 1 : kPanels / kParts;
-#pragma unroll 1
-    for (int i = first; i < first + boxes; ++i)
-      tensor_load_3d_multicast(stage + i * (C::kMTile * 128), &map_a, 0, row, step * kPanels + i, full, (1 << kParts) - 1);
+  for (int i = begin; i < end; ++i) {
+    const smem_addr_t dst = stage + i * (C::kMTile * 128), there = i < kPanels / 2 ? first : second;
+    if constexpr (C::kMulticast == 1) tensor_load_3d(dst, &map_a, 0, a.row, a.step * kPanels + i, there);
+    else tensor_load_3d_multicast(dst, &map_a, 0, a.row, a.step * kPanels + i, there, (1 << C::kMulticast) - 1);
   }
 }
 
-// The other CTAs of the cluster have barriers, too.
-template <class C> MC_DEVICE bool activations_leader() {
-  wait_for_barriers<C>();
-  if constexpr (C::kMulticast > 1) cluster_wait_unaligned();
-  return elect_one();
+// One stage of activations. In a cluster every CTA loads its part of the stage for all of them, once the stage is free in all. kFirst: a stage that
+// is asked for early, in halves where those are in use: without multicast, the first of them, or all of the stage if one box holds it.
+template <class C, bool kFirst = false>
+MC_DEVICE void load_activations(const TensorMap& map_a, smem_addr_t base, const RingPosition<C::kStages>& ring, const ActivationRows& a) {
+  constexpr bool kHalves = kFirst && C::kFirstInHalves;
+  constexpr int kPanels = C::kKSm / 64, kPart = kPanels / C::kMulticast;
+  const smem_addr_t stage = base + ring.stage * C::kActivationBytes, second = activations_full<C>(base, ring.stage);
+  const smem_addr_t first = kHalves ? C::first_half(base, ring.stage) : second;
+  const bool one_box = a.rows == C::kMTile;
+  wait_for_free_stage<C, kFirst>(base, ring);
+  if constexpr (C::kMulticast == 1) {
+    mbarrier_arrive_expect(first, a.rows * (kHalves && !one_box ? kPanels * 64 : kPanels * 128));
+    if (one_box) tensor_load_3d(stage, &map_a, 0, a.row, a.step * kPanels, first);
+    else load_panels<C>(map_a, stage, a, 0, kHalves ? kPanels / 2 : kPanels, first, second);
+  } else {
+    const int begin = static_cast<int>(cluster_rank()) * kPart;
+    mbarrier_arrive_expect(first, a.rows * (kHalves ? kPanels * 64 : kPanels * 128));
+    if constexpr (kHalves) mbarrier_arrive_expect(second, a.rows * (kPanels * 64));
+    load_panels<C>(map_a, stage, a, begin, begin + (one_box ? 1 : kPart), first, second);
+  }
+}
+// What load_activations leaves of a stage that is asked for early in halves, once all barriers are there.
+template <class C>
+MC_DEVICE void load_second_half(const TensorMap& map_a, smem_addr_t base, int stage, const ActivationRows& a) {
+  constexpr int kPanels = C::kKSm / 64;
+  const smem_addr_t full = C::full(base, stage);
+  if (a.rows == C::kMTile) return mbarrier_arrive(full);
+  mbarrier_arrive_expect(full, a.rows * (kPanels * 64));
+  load_panels<C>(map_a, base + stage * C::kActivationBytes, a, kPanels / 2, kPanels, full, full);
 }
 
 // As produce_weights.
 template <class C, class Loop>
 MC_DEVICE void produce_activations(const GemmParams& p, const TensorMap& map_a, smem_addr_t base, Loop loop, int first) {
-  const int rows = C::rows_loaded(p);
   forget(base);  // kept in a register: computed again it waits for a special register
   RingPosition<C::kStages> ring{first};
   Segment s{};
   bool more = loop.next(s);
-  int row = C::first_row(p, tile_index(p, s.tile).m);
-  forget(row);
-  if (!activations_leader<C>()) return;
+  ActivationRows a{C::first_row(p, tile_index(p, s.tile).m), C::rows_loaded(p), 0};
+  forget(a.row);
+  if constexpr (C::kReadyBarrier) wait_for_first_barriers(first);
+  if constexpr (!C::kAskEarly) wait_for_barriers<C>();
+  if constexpr (C::kMulticast > 1) cluster_wait_unaligned();  // all barriers of all its CTAs are there
+  if (!elect_one()) return;
   wait_for_previous_grid();
-  int ahead = first;
-  while (more) {
-    int step = s.k_begin + ahead;
-    for (; step < s.k_end; step += C::kProducers) {
-      load_activations<C>(map_a, base, ring, row, rows, step);
+  const int early = early_stages<C>(s.k_end - s.k_begin - first);
+  if constexpr (C::kAskEarly) {
+    for (int i = 0; i < early; ++i) {
+      a.step = s.k_begin + first + i;
+      load_activations<C, true>(map_a, base, ring, a);
       ring.advance(C::kProducers);
     }
-    if constexpr (C::kProducers > 1) ahead = step - s.k_end;
+    if constexpr (C::kReadyBarrier) {
+      mbarrier_wait(C::ready(base, first), 0);
+      if constexpr (C::kFirstInHalves) {
+        for (int i = 0; i < early; ++i) {
+          a.step = s.k_begin + i;
+          load_second_half<C>(map_a, base, i, a);
+        }
+      }
+    }
+  }
+  int ahead = first + early * C::kProducers;
+  while (more) {
+    for (a.step = s.k_begin + ahead; a.step < s.k_end; a.step += C::kProducers) {
+      load_activations<C>(map_a, base, ring, a);
+      ring.advance(C::kProducers);
+    }
+    ahead = C::kProducers > 1 ? a.step - s.k_end : 0;
     for (int left = partial_stages<C>(p, s); left > 0; --left) {  // these bring no activations
       wait_for_free_stage<C>(base, ring);
       mbarrier_arrive(activations_full<C>(base, ring.stage));
       ring.advance();
     }
     more = loop.next(s);
-    row = C::first_row(p, tile_index(p, s.tile).m);
+    a.row = C::first_row(p, tile_index(p, s.tile).m);
   }
 }
 
@@ -321,21 +398,21 @@ template <class C> MC_DEVICE void produce_weights_hybrid(const GemmParams& p, sm
 }
 
 template <class C> MC_DEVICE void produce_activations_hybrid(const GemmParams& p, const TensorMap& map_a, smem_addr_t base) {
-  const int rows = C::rows_loaded(p);
   RingPosition<C::kStages> ring;
   const typename C::Hybrid schedule{p};
   HybridPass pass = schedule.pass(block_index(), 0);
   forget(pass.start);
-  if (!activations_leader<C>()) return;
+  wait_for_barriers<C>();
+  if constexpr (C::kMulticast > 1) cluster_wait_unaligned();
+  if (!elect_one()) return;
   wait_for_previous_grid();
 #pragma unroll 1
   for (int index = 0; index < schedule.passes();) {
-    const int row = C::first_row(p, pass.m);
-    int step = pass.start;
+    ActivationRows a{C::first_row(p, pass.m), C::rows_loaded(p), pass.start};
 #pragma unroll 1
     for (int j = 0; j < pass.steps; ++j) {
-      load_activations<C>(map_a, base, ring, row, rows, step);
-      if (++step == p.k_steps) step = 0;
+      load_activations<C>(map_a, base, ring, a);
+      if (++a.step == p.k_steps) a.step = 0;
       ring.advance();
     }
     pass = schedule.pass(block_index(), ++index);
