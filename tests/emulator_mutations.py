@@ -254,12 +254,16 @@ HOPPER_MUTATIONS = (
     _one(
         "halves expected of a first stage that comes whole",
         *(HLOOP, "first_half_ = 0;  // this group", "// this group"),
-        *(HOPPER_SPLIT, "race", "deadlock"),
-        shape=(16, 200, 768),
+        *(HOPPER_GROUPS, "race", "deadlock"),
+        shape=(19, 1600, 512),
     ),
     _one(
         "expected bytes of one block of the first halves forgotten",
-        *(PRODUCER, "(there, C::kColumnBlocks * kBytes)", "(there, (C::kColumnBlocks - 1) * kBytes)"),
+        *(
+            PRODUCER,
+            "(there, C::kColumnBlocks * kBytes)",
+            "(there, (C::kColumnBlocks - 1) * kBytes)",
+        ),
         *(HOPPER, "deadlock", "mbarrier", "race"),
     ),
     _one(
@@ -290,7 +294,11 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "ring known to exist by the barrier of another producer",
-        *(PRODUCER, "mbarrier_wait(C::ready(base, first), 0);", "mbarrier_wait(C::ready(base, 0), 0);"),
+        *(
+            PRODUCER,
+            "mbarrier_wait(C::ready(base, first), 0);",
+            "mbarrier_wait(C::ready(base, 0), 0);",
+        ),
         *(HOPPER_PAIRS, "race", "mbarrier"),
     ),
     _one(
@@ -358,7 +366,7 @@ HOPPER_MUTATIONS = (
     _one(
         "second of two producers begins every tile with its second stage",
         *(PRODUCER, "ahead = C::kProducers > 1 ? -left : 0;", "ahead = 0;"),
-        *(HOPPER_PAIRS, "deadlock", "mbarrier"),
+        *(HOPPER_PAIRS, "deadlock", "mbarrier", "race"),
         shape=ODD_STEPS,
     ),
     _one(
@@ -376,7 +384,7 @@ HOPPER_MUTATIONS = (
     _one(
         "one producer where the ring has stages for two",
         *(HKERNEL, "i < C::kProducers; ++i) {\n    if (warp ==", "i < 1; ++i) {\n    if (warp =="),
-        *(HOPPER_PAIRS, "deadlock"),
+        *(HOPPER_PAIRS, "deadlock", "mbarrier", "race"),
         shape=ODD_STEPS,
     ),
     _one(
@@ -596,7 +604,11 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "multicast: first use of a stage not reported to the peer",
-        *(PRODUCER, "for (int r = 0; r < C::kMulticast; ++r) mbarrier_arrive_remote", "for (int r = 0; r < C::kMulticast && !kFirst; ++r) mbarrier_arrive_remote"),
+        *(
+            PRODUCER,
+            "for (int r = 0; r < C::kMulticast; ++r) mbarrier_arrive_remote",
+            "for (int r = 0; r < C::kMulticast && !kFirst; ++r) mbarrier_arrive_remote",
+        ),
         *(HOPPER_MULTICAST, "race", "mbarrier", "deadlock"),
     ),
     _one(
