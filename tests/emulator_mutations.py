@@ -599,16 +599,16 @@ HOPPER_MUTATIONS = (
     ),
     _one(
         "multicast: stage of the peer not known to be free",
-        *(PRODUCER, "mbarrier_wait(free, ring.phase);", ";"),
+        *(
+            PRODUCER,
+            "mbarrier_wait(free, C::kFreeAtFirst ? ring.phase ^ 1 : ring.phase);",
+            "",
+        ),
         *(HOPPER_MULTICAST, "race", "mbarrier"),
     ),
     _one(
-        "multicast: first use of a stage not reported to the peer",
-        *(
-            PRODUCER,
-            "for (int r = 0; r < C::kMulticast; ++r) mbarrier_arrive_remote",
-            "for (int r = 0; r < C::kMulticast && !kFirst; ++r) mbarrier_arrive_remote",
-        ),
+        "multicast: phases of a stage counted from its first use, which nobody reports",
+        *(PRODUCER, "C::kFreeAtFirst ? ring.phase ^ 1 : ring.phase", "ring.phase"),
         *(HOPPER_MULTICAST, "race", "mbarrier", "deadlock"),
     ),
     _one(

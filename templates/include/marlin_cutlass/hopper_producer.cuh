@@ -173,14 +173,16 @@ template <class C, class Loop> MC_DEVICE void produce_weights(const GemmParams& 
   }
 }
 
-// Until the stage is free in every CTA of the cluster that shares activations; kFirst: it is, as one that is asked for early.
+// Until the stage is free in every CTA of the cluster that shares activations. kFirst: a stage that is asked for early, which is free in this one.
+// With kFreeAtFirst nobody reports or waits for its first use, so that the phases of its barrier begin with the second.
 template <class C, bool kFirst = false> MC_DEVICE void wait_for_free_stage(smem_addr_t base, const RingPosition<C::kStages>& ring) {
   if constexpr (!kFirst) wait_for_stage<C>(base, ring);
   if constexpr (C::kMulticast > 1) {
+    if (C::kFreeAtFirst && (kFirst || !ring.reused)) return;
     const smem_addr_t free = C::cluster_empty(base, ring.stage);
 #pragma unroll
     for (int r = 0; r < C::kMulticast; ++r) mbarrier_arrive_remote(free, r);
-    if (C::kFreeAtFirst ? !kFirst && ring.reused : true) mbarrier_wait(free, ring.phase);
+    mbarrier_wait(free, C::kFreeAtFirst ? ring.phase ^ 1 : ring.phase);
   }
 }
 
@@ -193,7 +195,7 @@ struct ActivationRows {
   int row, rows, step;  // the first row, how many, the k step
 };
 
-// Panels of a stage, each 64 deep: `begin` to `end`, those from `middle` on reported to `second`. A box holds a whole stage, or a CTA's part of
+// Panels of a stage, each 64 deep: `begin` to `end`, those of its second half reported to `second`. A box holds a whole stage, or a CTA's part of
 // it; of fewer rows than the tile has, one panel. Depth outside A arrives as zeros and counts its bytes.
 template <class C>
 MC_DEVICE void load_panels(const TensorMap& map_a, smem_addr_t stage, const ActivationRows& a, int begin, int end, smem_addr_t first, smem_addr_t second) {
