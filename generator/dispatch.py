@@ -8,13 +8,17 @@ that can never be the first match.
 
 from __future__ import annotations
 
-import itertools
+import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from generator.problem import ProblemShape
 from generator.space import ALL, Format
 from generator.variant import Geometry, Variant
+
+if TYPE_CHECKING:
+    import numpy
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -115,7 +119,11 @@ class DispatchTable:
         """(format, (sms, m, n, k) at the low corner) of regions where no row gives a variant;
         empty: the table is total.
         """
-        return [(fmt, cell) for fmt, cell, first in self._first_matches() if first is None]
+        return [
+            (fmt, axes.corner(cell))
+            for fmt, axes, first in self._first_matches()
+            for cell in zip(*(first < 0).nonzero())
+        ]
 
     def unreachable(self) -> list[DispatchRow]:
         """Rows that are never the first match for any shape, device and format."""
@@ -126,33 +134,31 @@ class DispatchTable:
         used = self._used()
         return DispatchTable(tuple(r for i, r in enumerate(self.rows) if i in used), self.variants)
 
-    def _used(self) -> set[int | None]:
-        return {first for _, _, first in self._first_matches()}
+    def _used(self) -> set[int]:
+        return {int(i) for _, _, first in self._first_matches() for i in set(first.flat)}
 
-    def _first_matches(self) -> Iterator[tuple[Format, tuple, int | None]]:
+    def _first_matches(self) -> Iterator[tuple[Format, _Axes, numpy.ndarray]]:
         """The index of the first row for every cell of the grid that the rows' bounds cut shapes
-        into.
-
-        Formats that see the same rows share one pass, so a table of hundreds of rows takes well
-        under a second.
+        into; -1: none. Formats that see the same rows share one pass.
         """
-        axes = _Axes(self.rows)
+        import numpy  # here: a tenth of a second that build.py --list does not need
+
+        axes, geometries = _Axes(self.rows), {row.geometry for row in self.rows}
         passes: dict[tuple[int, ...], list[Format]] = {}
         for fmt in self.formats():
+            names = {g: Geometry.parse(g).with_format(*fmt).name for g in geometries}
             seen = tuple(
-                i for i, row in enumerate(self.rows) if row.takes(fmt) and self._exists(row, fmt)
+                i
+                for i, row in enumerate(self.rows)
+                if row.takes(fmt) and names[row.geometry] in self.variants
             )
             passes.setdefault(seen, []).append(fmt)
+        boxes = [axes.box(row) for row in self.rows]
         for seen, formats in passes.items():
-            owner: dict[tuple, int] = {}
-            for i in seen:
-                for cell in axes.cells(self.rows[i]):
-                    owner.setdefault(cell, i)
-            for cell in axes.all_cells():
-                yield formats[0], axes.corner(cell), owner.get(cell)
-
-    def _exists(self, row: DispatchRow, fmt: Format) -> bool:
-        return Geometry.parse(row.geometry).with_format(*fmt).name in self.variants
+            first = numpy.full(axes.shape, -1)
+            for i in reversed(seen):
+                first[boxes[i]] = i
+            yield formats[0], axes, first
 
 
 class _Axes:
@@ -175,17 +181,24 @@ class _Axes:
                 *(r.hi + 1 for r in ranges if r.hi is not None),
             }
             self.starts.append(sorted(b for b in bounds if b >= lowest))
+        self.shape = (len(self.sms), *map(len, self.starts))
 
-    def cells(self, row: DispatchRow) -> Iterator[tuple]:
-        sms = range(len(self.sms)) if row.sms is None else [self.sms.index(row.sms)]
-        spans = [
-            [i for i, s in enumerate(starts) if s in r]
-            for starts, r in zip(self.starts, (row.m, row.n, row.k))
-        ]
-        return itertools.product(sms, *spans)
+    def box(self, row: DispatchRow) -> tuple[slice, ...]:
+        """The cells in which `row` matches."""
+        sms = slice(None)
+        if row.sms is not None:
+            at = self.sms.index(row.sms)
+            sms = slice(at, at + 1)
+        ranges = zip(self.starts, (row.m, row.n, row.k))
+        return sms, *(slice(*_places(starts, r)) for starts, r in ranges)
 
-    def all_cells(self) -> Iterator[tuple]:
-        return itertools.product(range(len(self.sms)), *(range(len(s)) for s in self.starts))
+    def corner(self, cell: Iterable[int]) -> tuple:
+        """(sms, m, n, k) at the low corner of a cell."""
+        sms, *places = cell
+        return (self.sms[sms], *(starts[i] for starts, i in zip(self.starts, places)))
 
-    def corner(self, cell: tuple) -> tuple:
-        return (self.sms[cell[0]], *(starts[i] for starts, i in zip(self.starts, cell[1:])))
+
+def _places(starts: list[int], r: Range) -> tuple[int, int]:
+    """From which of `starts` to before which one `r` reaches."""
+    end = len(starts) if r.hi is None else bisect.bisect_right(starts, r.hi)
+    return bisect.bisect_left(starts, r.lo), end

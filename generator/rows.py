@@ -113,9 +113,19 @@ def read_measurements(arch: Arch, folder: Path = TUNING) -> list[Measurement]:
 
 def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> list[DispatchRow]:
     """For each measured shape the fastest geometry that is built, valid up to half way to the next
-    measured shape.
+    measured shape. A format's own figures decide where the default format's choice is among them:
+    older ones know nothing of the kernels that came since.
     """
-    return _rows_of(_fastest(measurements, variants))
+    best = _fastest(measurements, variants)
+    choices = {_cell(x): x.geometry for x in best if x.format == DEFAULT_FORMAT}
+    timed = {(_cell(x), x.format, x.geometry) for x in measurements}
+
+    def comparable(x: Measurement) -> bool:
+        choice = choices.get(_cell(x), x.geometry)
+        built = Geometry.parse(choice).with_format(*x.format).name in variants
+        return not built or (_cell(x), x.format, choice) in timed
+
+    return _rows_of([x for x in best if comparable(x)])
 
 
 def _rows_of(best: list[Measurement]) -> list[DispatchRow]:
@@ -237,6 +247,10 @@ def _timed_weights(
         if variant.family == "hopper" and variant.name in variants:
             weights.setdefault((x.sms, x.n, x.k), []).append(x)
     return weights
+
+
+def _cell(x: Measurement) -> tuple[int, int, int, int]:
+    return x.sms, x.n, x.k, x.m
 
 
 def _variant(x: Measurement) -> Variant:

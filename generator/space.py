@@ -29,6 +29,9 @@ F16_128: tuple[Format, ...] = (LIGHTEST128, ("f16", True, 128))
 # than those with zero points, and few writers put zero points on whole columns.
 COMMON_OR_SYM: tuple[Format, ...] = tuple(f for f in ALL if f in COMMON or not f[1])
 NO_COLUMN_ZEROS: tuple[Format, ...] = tuple(f for f in ALL if f[1:] != (True, -1))
+COMMON_SYM_OR_64: tuple[Format, ...] = tuple(f for f in ALL if f in COMMON_OR_SYM or f[2] == 64)
+# Symmetric groups of 32 take more shared memory than larger ones: of some rings they lack 1 KB.
+COMMON_OR_SYM_64: tuple[Format, ...] = tuple(f for f in COMMON_OR_SYM if f[2] != 32)
 # Zero points in groups of 32 take a tenth more shared memory than groups of 128: rings of twelve
 # stages, and some others, do not fit.
 LARGEST: tuple[Format, ...] = tuple((dtype, True, 32) for dtype in DTYPES)
@@ -78,7 +81,7 @@ HOPPER = (
     Row("m8_n128k256_w2x2_p8_split2_c1", ALL, "1-8, medium N: a cluster splits K"),
     Row("m8_n64k256_w1x4_p12_split2_c1", ALL, "few columns: four k groups in each CTA of two"),
     Row("m8_n64k256_w1x4_p8_split4_c1", COMMON, "1-8, fewer columns: four CTAs split K"),
-    Row("m8_n64k256_w1x4_p12_dp_c1", COMMON, "1-8, one 64-wide tile a SM"),
+    Row("m8_n64k256_w1x4_p12_dp_c1", COMMON_SYM_OR_64, "1-8, one 64-wide tile a SM"),
     Row("m8_n64k256_w1x1_p5_dp_c3", COMMON, "1-8, three 64-wide tiles a SM"),
     # batch 9..16
     Row("m16_n256k256_w4x1_p4_dp_c1", ALL, "9-16, wide N, tiles just under one a SM"),
@@ -96,11 +99,11 @@ HOPPER = (
         TILE_LOOP_SPILL,
     ),
     Row("m16_n64k256_w1x2_p6_dp_c2", NO_COLUMN_ZEROS, "9-16, two 64-wide tiles a SM"),
-    Row("m16_n64k256_w1x2_p6_split2_c2", COMMON, "9-16, two halves of 64-wide tiles a SM"),
+    Row("m16_n64k256_w1x2_p6_split2_c2", COMMON_OR_SYM, "9-16, two halves of 64-wide tiles a SM"),
     Row("m16_n64k256_w1x1_p4_dp_c3", COMMON, "9-16, three 64-wide tiles a SM"),
     Row("m16_n64k256_w1x1_p4_split2_c3", COMMON, "9-16, three halves of 64-wide tiles a SM"),
     # batch 17..32
-    Row("m24_n256k256_w4x1_p4_dp_c1", COMMON, "17-24, wide N, tiles just under one a SM"),
+    Row("m24_n256k256_w4x1_p4_dp_c1", COMMON_SYM_OR_64, "17-24, wide N, tiles just under one a SM"),
     Row(
         "m24_n128k256_w2x2_p6_dp_c1",
         COMMON,
@@ -113,7 +116,7 @@ HOPPER = (
         "17-24, medium N: equal shares of K",
         TILE_LOOP_SPILL,
     ),
-    Row("m24_n64k256_w1x4_p8_split2_c1", COMMON, "17-24, few columns", TILE_LOOP_SPILL),
+    Row("m24_n64k256_w1x4_p8_split2_c1", COMMON_SYM_OR_64, "17-24, few columns", TILE_LOOP_SPILL),
     Row("m24_n64k256_w1x4_p8_dp_c1", COMMON, "17-24, one 64-wide tile a SM"),
     Row("m24_n64k256_w1x1_p3_dp_c3", COMMON, "17-24, three 64-wide tiles a SM"),
     Row("m32_n192k256_w3x1_p4_dp_c1", COMMON, "17-32, one 192-wide tile a SM"),
@@ -123,7 +126,7 @@ HOPPER = (
         "17-32, wide N: equal shares of K",
         TILE_LOOP_SPILL,
     ),
-    Row("m32_n256k256_w4x1_p4_dp_c1", COMMON, "17-32, wide N, tiles just under one a SM"),
+    Row("m32_n256k256_w4x1_p4_dp_c1", COMMON_SYM_OR_64, "17-32, wide N, tiles just under one a SM"),
     Row(
         "m32_n128k256_w2x2_p6_dp_c1",
         COMMON,
@@ -132,11 +135,11 @@ HOPPER = (
     ),
     Row(
         "m32_n128k256_w2x2_p6_split2_c1",
-        COMMON,
+        COMMON_OR_SYM_64,
         "17-32, medium N: a cluster splits K",
         TILE_LOOP_SPILL,
     ),
-    Row("m32_n64k256_w1x4_p8_split2_c1", COMMON, "17-32, few columns", TILE_LOOP_SPILL),
+    Row("m32_n64k256_w1x4_p8_split2_c1", COMMON_OR_SYM_64, "17-32, few columns", TILE_LOOP_SPILL),
     Row("m32_n64k256_w1x4_p8_dp_c1", ROOMY, "17-32, one 64-wide tile a SM"),
     Row("m32_n64k256_w1x2_p8_dp_c1", LARGEST, "two k groups, zero points for 32"),
     Row(
@@ -154,7 +157,8 @@ HOPPER = (
     ),
     Row("m40_n128k256_w2x1_p4_streamk_c1_mc2", COMMON, "33-40, medium N: equal shares of K"),
     Row("m40_n128k256_w2x1_p4_split2_c1", COMMON, "33-40, medium N: a cluster splits K"),
-    Row("m40_n64k256_w1x2_p6_split2_c1", COMMON, "33-40, few columns"),
+    Row("m40_n64k256_w1x2_p6_split2_c1", COMMON_OR_SYM, "33-40, few columns"),
+    Row("m40_n192k128_w3x1_p8_split4_c1", COMMON, "33-40, 20 to 30 tiles of 192 columns"),
     Row(
         "m48_n256k256_w4x1_p3_streamk_c1_mc2",
         (LIGHTEST128,),  # the others lack registers for four instructions a group
@@ -168,6 +172,7 @@ HOPPER = (
     Row("m56_n128k256_w2x1_p4_streamk_c1_mc2", COMMON, "49-56, medium N: equal shares of K"),
     Row("m56_n128k256_w2x1_p4_split2_c1", COMMON, "49-56, medium N: a cluster splits K"),
     Row("m56_n64k128_w1x2_p10_split2_c1", COMMON, "49-56, few columns"),
+    Row("m56_n192k128_w3x1_p7_split4_c1", COMMON, "41-56, 20 to 30 tiles of 192 columns"),
     Row(
         "m64_n256k256_w4x1_p3_streamk_c1_mc2",
         COMMON,
@@ -176,6 +181,7 @@ HOPPER = (
     ),
     Row("m64_n192k256_w3x1_p3_dp_c1", COMMON, "33-64 and 256, one 192-wide tile a SM"),
     Row("m64_n192k128_w3x1_p5_split2_c1", ROOMY, "64 tiles of 192 columns: two CTAs each"),
+    Row("m64_n192k128_w3x1_p6_split4_c1", COMMON, "57-64, 20 to 30 tiles of 192 columns"),
     Row("m64_n128k256_w2x1_p4_streamk_c1_mc2", ALL, "49-64, medium N: equal shares of K"),
     Row("m64_n128k128_w2x2_p6_dp_c1", NO_COLUMN_ZEROS, "one 128-wide tile a SM"),
     Row("m64_n128k128_w2x2_p6_split2_c1", ALL, "medium N, every format", TILE_LOOP_SPILL),
@@ -183,13 +189,16 @@ HOPPER = (
     # batch 65 and more: tensor cores
     Row("m72_n128k256_w2x1_p4_streamk_c1_mc2", COMMON, "65-72, medium N: equal shares of K"),
     Row("m80_n192k128_w3x1_p5_split2_c1", COMMON, "65-80, 64 tiles of 192 columns: two CTAs each"),
+    Row("m80_n192k128_w3x1_p5_split4_c1", COMMON, "65-80, 20 to 30 tiles of 192 columns"),
     Row("m80_n128k256_w2x1_p3_streamk_c1_mc2", ALL, "73-80, medium N: equal shares of K"),
     Row("m80_n128k256_w2x1_p3_split2_c1", COMMON, "65-80, medium N: a cluster splits K"),
     Row("m80_n64k128_w1x2_p8_split2_c1", COMMON_OR_SYM, "65-80, few columns"),
     Row("m96_n192k128_w3x1_p5_split2_c1", F16_128, "81-96, 64 tiles of 192 columns, bf16 spills"),
+    Row("m96_n192k128_w3x1_p4_split4_c1", COMMON, "81-96, 20 to 30 tiles of 192 columns"),
     Row("m96_n128k128_w2x1_p6_streamk_c1_mc2", ALL, "81-96, medium N: equal shares of K"),
     Row("m96_n128k128_w2x1_p6_split2_c1", ROOMY, "81-96, medium N: a cluster splits K"),
     Row("m96_n64k128_w1x2_p6_split2_c1", ROOMY, "81-96, few columns"),
+    Row("m96_n64k128_w1x2_p4_split2_c1", LARGEST, "few columns, zero points for 32"),
     Row(
         "m112_n128k128_w2x1_p5_streamk_c1_mc2",
         NO_COLUMN_ZEROS,
@@ -198,7 +207,7 @@ HOPPER = (
     Row("m112_n128k128_w2x1_p5_split2_c1", COMMON, "97-112, few tiles: a cluster splits K"),
     Row("m128_n192k128_w3x1_p4_dp_c1", COMMON, "97-256, one 192-wide tile a SM"),
     Row("m128_n256k128_w2x1_p4_streamk_c1_mc2", COMMON, "ragged: equal shares of K"),
-    Row("m128_n128k128_w2x1_p4_split2_c1", COMMON, "few tiles: a cluster splits K"),
+    Row("m128_n128k128_w2x1_p4_split2_c1", COMMON_OR_SYM, "few tiles: a cluster splits K"),
     Row(
         "m128_n128k128_w2x1_p5_dp_c1_mc2", COMMON_OR_SYM, "a wave that large tiles leave half empty"
     ),

@@ -229,14 +229,15 @@ class Variant:
         """Hopper: the first stage of each k group comes in two halves of its depth, with a
         barrier each, so that products begin sooner."""
         square = self.warps_n > 1 and self.warps_k > 1
-        sums_in_batches = self.zeros and self.group_size in (64, 128) and self.m_tile <= 32
-        sums_in_batches = sums_in_batches and (self.m_tile > 16 or square)
+        zero_batches = self.zeros and self.group_size in (64, 128) and self.m_tile <= 32
+        zero_batches = zero_batches and (self.m_tile > 16 or square)
+        whole = zero_batches and (self.warps_k == 1 or self.decomposition == "stream_k")
         return (
             self.hopper
             and self.decomposition != "hybrid"
             and self.k_sm // BLOCK_DEPTH % 2 == 0
             and (self.warps_n, self.warps_k) != (2, 1)
-            and not (self.sums_activations or sums_in_batches)
+            and not (self.sums_activations or whole)
             and self.stages >= 2 * self.warps_k
         )
 

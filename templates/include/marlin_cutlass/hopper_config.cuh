@@ -98,11 +98,14 @@ struct HopperConfig {
   static constexpr int kEarlyStages = !kAskEarly ? 0 : kProducers > 1 ? 1 : kWarpgroupsK;  // of one warp
   // These come in two halves of their depth, with a barrier each: a group begins when half as many bytes are there. H200, 4096 x 4096, M = 16-48:
   // 2-4 % less time, 1024 to 5120 columns up to 6 %, large weights 0-1 %. Two warpgroups side by side take 0-2 % more, as they do with blocks cut
-  // in halves (stages of one block), those that wait for sums of activations 5-10 %, and those with zero points and two batches a quad up to 9 %:
-  // the branch between the halves keeps ptxas from making fragments between their products.
-  static constexpr bool kSumsInBatches = kZeros_ && (kGroupSize == 64 || kGroupSize == 128) && kMTile <= 32 && (kMTile > 16 || (kWarpgroupsK > 1 && kWarpgroupsN > 1));
-  static constexpr bool kFirstInHalves = kAskEarly && kDepthBlocks % 2 == 0 && !(kWarpgroupsN == 2 && kWarpgroupsK == 1) && !kActivationSums && !kSumsInBatches &&
-                                         kLookahead;
+  // in halves (stages of one block), those that wait for sums of activations 5-10 %. With zero points and two batches a quad the branch between the
+  // halves keeps ptxas from making fragments between products: one k group takes up to 1.4 % more, stream-K up to 11 %. Data-parallel kernels and
+  // clusters with several k groups take 1-4 % less all the same, and 4096 x 4096, M = 24 and 32, 11-12 %: without the branch ptxas spills there.
+  static constexpr bool kZeroBatches =
+      kZeros_ && (kGroupSize == 64 || kGroupSize == 128) && kMTile <= 32 && (kMTile > 16 || (kWarpgroupsK > 1 && kWarpgroupsN > 1));
+  static constexpr bool kWholeZeroBatches = kZeroBatches && (kWarpgroupsK == 1 || kDecomposition == Decomposition::kStreamK);
+  static constexpr bool kFirstInHalves = kAskEarly && kDepthBlocks % 2 == 0 && !(kWarpgroupsN == 2 && kWarpgroupsK == 1) && !kActivationSums &&
+                                         !kWholeZeroBatches && kLookahead;
   // Multicast: the first time a stage is free in every CTA once the cluster's barriers are there. Larger tiles still wait to be told so, which
   // paces their 16 KB and more a stage (H200: M = 40-72 1-4 % less time without the wait, M = 96-128 0-12 % more, M = 256 3 % more).
   static constexpr bool kFreeAtFirst = kMTile <= 72;
