@@ -7,8 +7,10 @@ the shorter of the two + fix-up. The constants were fitted to H200 measurements 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy
 
 from generator import hopper_cost
 from generator.arch import GPUS, Arch, Gpu
@@ -59,15 +61,13 @@ class Cost:
 
     @property
     def total(self) -> float:
-        return _total(self.launch, self.memory, self.compute, self.fix_up, self.overlap_loss)
+        shorter = min(self.memory, self.compute)
+        longer = max(self.memory, self.compute)
+        return self.launch + longer + self.overlap_loss * shorter + self.fix_up
 
     @property
     def bound(self) -> str:
         return "memory" if self.memory >= self.compute else "compute"
-
-
-def _total(launch: float, memory: float, compute: float, fix_up: float, loss: float) -> float:
-    return launch + max(memory, compute) + loss * min(memory, compute) + fix_up
 
 
 def reference_gpu(arch: Arch, sms: int | None = None) -> Gpu:
@@ -101,19 +101,21 @@ def estimate(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
     )
 
 
-def totals(variants: list[Variant], gpu: Gpu) -> Callable[[ProblemShape], list[float]]:
-    """`estimate(problem, v, gpu).total` for each of `variants`, made ready for many problems."""
+def totals(
+    variants: Sequence[Variant], problems: Sequence[ProblemShape], gpu: Gpu
+) -> numpy.ndarray:
+    """`estimate(p, v, gpu).total` as [variants, problems]."""
     if not all(v.hopper for v in variants):
-        return lambda problem: [estimate(problem, v, gpu).total for v in variants]
-    models = [_hopper_model(v, gpu) for v in variants]
-
-    def of(problem: ProblemShape) -> list[float]:
-        memory = _hopper_memory_us(problem, gpu)
-        times = [model.time(problem) for model in models]
-        start, loss = hopper_cost.START_US, hopper_cost.OVERLAP_LOSS
-        return [_total(start, memory, t.compute, t.fix_up, loss) for t in times]
-
-    return of
+        return numpy.array([[estimate(p, v, gpu).total for p in problems] for v in variants])
+    sizes = hopper_cost.Sizes.of(problems)
+    memory = numpy.array([_hopper_memory_us(p, gpu) for p in problems])
+    start, loss = hopper_cost.START_US, hopper_cost.OVERLAP_LOSS
+    rows = []
+    for v in variants:
+        time = _hopper_model(v, gpu).time(sizes)
+        longer, shorter = numpy.maximum(memory, time.compute), numpy.minimum(memory, time.compute)
+        rows.append(start + longer + loss * shorter + time.fix_up)
+    return numpy.array(rows)
 
 
 def _hopper_model(variant: Variant, gpu: Gpu) -> hopper_cost.HopperModel:
@@ -127,13 +129,13 @@ def _hopper_memory_us(problem: ProblemShape, gpu: Gpu) -> float:
 
 
 def _estimate_hopper(problem: ProblemShape, variant: Variant, gpu: Gpu) -> Cost:
-    time = _hopper_model(variant, gpu).time(problem)
+    time = _hopper_model(variant, gpu).time(hopper_cost.Sizes.of([problem]))
     return Cost(
         launch=hopper_cost.START_US,
         memory=_hopper_memory_us(problem, gpu),
-        compute=time.compute,
-        fix_up=time.fix_up,
-        waves=time.rounds,
+        compute=time.compute.item(),
+        fix_up=time.fix_up.item(),
+        waves=time.rounds.item(),
         overlap_loss=hopper_cost.OVERLAP_LOSS,
     )
 

@@ -10,12 +10,14 @@ docs/performance.md has the errors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy
 
 from generator.arch import Gpu
 from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
-from generator.schedule import RASTER, whole_passes
+from generator.schedule import RASTER, SHARED_ACTIVATIONS
 from generator.variant import Variant
 
 START_US = 1.92  # gap between kernels and first data
@@ -79,11 +81,28 @@ SPARSE_STREAM = 0.908  # of the rate at which dense weights stream
 
 
 class HopperTime(NamedTuple):
-    """compute, fix_up: microseconds on the busiest SM. rounds: tiles or passes of a CTA."""
+    """compute, fix_up: microseconds on the busiest SM. rounds: tiles or passes of a CTA. Of one
+    problem each."""
 
-    compute: float
-    fix_up: float
-    rounds: float
+    compute: numpy.ndarray
+    fix_up: numpy.ndarray
+    rounds: numpy.ndarray
+
+
+class Sizes(NamedTuple):
+    """Of many problems: rows, columns in blocks of 64, depth."""
+
+    m: numpy.ndarray
+    blocks: numpy.ndarray
+    k: numpy.ndarray
+
+    @classmethod
+    def of(cls, problems: Sequence[ProblemShape]) -> Sizes:
+        m, n, k = numpy.array([(p.m, p.n, p.k) for p in problems]).T
+        return cls(m, ceil_div(n, BLOCK_COLUMNS), k)
+
+
+Work = tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray | float]
 
 
 @functools.lru_cache(maxsize=8192)
@@ -103,36 +122,39 @@ class HopperModel:
         self.cycles = [0.0, *(_cycles(v, busy, format_factor) for busy in range(1, 9))]
         self.busy = min(v.warps_n * v.warps_k * v.ctas_per_sm, 8)
         self.tile_us = TILE_US_PER_VALUE * v.m_tile * v.n_sm
-        kinds: dict[str, Callable[..., tuple[float, float, float]]] = {
+        kinds: dict[str, Callable[..., Work]] = {
             "hybrid": self._hybrid,
             "stream_k": self._stream_k,
             "split_k": self._split_k,
         }
         self.work = kinds.get(v.decomposition, self._data_parallel)
 
-    def time(self, problem: ProblemShape) -> HopperTime:
-        """The busiest SM's share of `problem` and the reductions that follow."""
+    def time(self, sizes: Sizes) -> HopperTime:
+        """The busiest SM's share of each problem and the reductions that follow."""
         v = self.v
-        blocks = ceil_div(problem.n, BLOCK_COLUMNS)
-        m_tiles, k_steps = ceil_div(problem.m, v.m_tile), ceil_div(problem.k, v.k_sm)
-        cycles, rounds, fix_up = self.work(blocks, m_tiles, k_steps)
-        fix_up += ROUND_US * (rounds - 1) + self.tile_us * rounds
+        m_tiles, k_steps = ceil_div(sizes.m, v.m_tile), ceil_div(sizes.k, v.k_sm)
+        cycles, rounds, fix_up = self.work(sizes.blocks, m_tiles, k_steps)
+        fix_up = fix_up + (ROUND_US * (rounds - 1) + self.tile_us * rounds)
         return HopperTime(cycles / self.clock * 1e6, fix_up, rounds)
 
-    def _tiles(self, blocks: int, m_tiles: int) -> int:
+    def _tiles(self, blocks: numpy.ndarray, m_tiles: numpy.ndarray) -> numpy.ndarray:
         mc = self.v.multicast
         return ceil_div(blocks, self.slots * mc) * mc * m_tiles
 
-    def _tile_cycles(self, k_steps: int) -> float:
+    def _tile_cycles(self, k_steps: numpy.ndarray) -> numpy.ndarray:
         return self.slots * k_steps * self.step_pieces * self.cycles[self.busy]
 
-    def _data_parallel(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
+    def _data_parallel(
+        self, blocks: numpy.ndarray, m_tiles: numpy.ndarray, k_steps: numpy.ndarray
+    ) -> Work:
         v = self.v
         ctas = self.sms * v.ctas_per_sm // v.multicast * v.multicast
         rounds = ceil_div(self._tiles(blocks, m_tiles), ctas)
         return rounds * v.ctas_per_sm * self._tile_cycles(k_steps), rounds, 0.0
 
-    def _split_k(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
+    def _split_k(
+        self, blocks: numpy.ndarray, m_tiles: numpy.ndarray, k_steps: numpy.ndarray
+    ) -> Work:
         v = self.v
         clusters = self.sms * v.ctas_per_sm // v.split
         clusters = int(clusters * CLUSTERS_OF_FOUR) if v.split == 4 else clusters
@@ -140,39 +162,54 @@ class HopperModel:
         cycles = rounds * v.ctas_per_sm * self._tile_cycles(k_steps) / v.split
         return cycles, rounds, rounds * CLUSTER_US
 
-    def _stream_k(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
+    def _stream_k(
+        self, blocks: numpy.ndarray, m_tiles: numpy.ndarray, k_steps: numpy.ndarray
+    ) -> Work:
         v, n_tiles = self.v, ceil_div(blocks, self.slots * self.v.multicast)
         tiles = m_tiles * n_tiles
-        workers = min(self.sms // v.multicast, tiles * k_steps)
-        passes = whole_passes(v, m_tiles, n_tiles, k_steps, workers)
-        cut = tiles - passes * workers
-        adding = RANGES_PER_VALUE * v.m_tile * v.n_sm * max(1.0, workers / cut) if cut else 0.0
-        near = min(m_tiles, RASTER) * v.m_tile * k_steps * v.k_sm * 2  # bytes of activations
-        steps = cut / workers * (1 + RANGES_APART * max(0.0, near / APART_BYTES - 1))
+        workers = numpy.minimum(self.sms // v.multicast, tiles * k_steps)
+        # schedule.whole_passes
+        passes, cut = numpy.divmod(tiles, workers)
+        activations = m_tiles * v.m_tile * k_steps * v.k_sm * 2
+        shared = (passes > 0) & (cut > 0) & (activations <= SHARED_ACTIVATIONS)
+        passes, cut = passes - shared, cut + shared * workers
+        sharers = numpy.maximum(1.0, workers / numpy.maximum(cut, 1))
+        adding = RANGES_PER_VALUE * v.m_tile * v.n_sm * sharers
+        near = numpy.minimum(m_tiles, RASTER) * v.m_tile * k_steps * v.k_sm * 2  # bytes of rows
+        apart = RANGES_APART * numpy.maximum(0.0, near / APART_BYTES - 1)
+        steps = cut / workers * (1 + apart)
         cycles = (passes + steps) * self._tile_cycles(k_steps)
-        return cycles, max(1.0, tiles / workers), RANGES_US + adding if cut else 0.0
+        fix_up = numpy.where(cut > 0, RANGES_US + adding, 0.0)
+        return cycles, numpy.maximum(1.0, tiles / workers), fix_up
 
-    def _hybrid(self, blocks: int, m_tiles: int, k_steps: int) -> tuple[float, float, float]:
+    def _hybrid(
+        self, blocks: numpy.ndarray, m_tiles: numpy.ndarray, k_steps: numpy.ndarray
+    ) -> Work:
         v, slots = self.v, self.slots
         grid = self.sms // v.multicast * v.multicast
         full = blocks // (grid * slots)
-        whole, left = divmod(blocks - full * grid * slots, grid)
+        whole, left = numpy.divmod(blocks - full * grid * slots, grid)
         share = ceil_div(left, v.multicast) * k_steps / (grid // v.multicast)  # k steps of a CTA
         # The last pass: first the share runs beside the whole blocks, then these alone.
-        beside, alone = (share, k_steps - share) if whole else (0.0, share)
+        beside = numpy.where(whole > 0, share, 0.0)
+        alone = numpy.where(whole > 0, k_steps - share, share)
+        cycles = numpy.array(self.cycles)
         steps = full * slots * k_steps * self.cycles[slots]
-        steps += (whole + 1) * beside * self.cycles[whole + 1]
-        steps += max(whole, 1) * alone * self.cycles[max(whole, 1)]
-        if m_tiles > 1:
-            steps *= 1 + HYBRID_ROWS
+        steps = steps + (whole + 1) * beside * cycles[whole + 1]
+        steps = steps + numpy.maximum(whole, 1) * alone * cycles[numpy.maximum(whole, 1)]
+        steps = steps * numpy.where(m_tiles > 1, 1 + HYBRID_ROWS, 1.0)
         if v.sparse:
-            steps *= SPARSE_HYBRID
-        rounds, fix_up = m_tiles * (full + (whole + left > 0)), HYBRID_US
-        if left:
-            adding = SHARES_US + SHARES_PER_ROW_AND_SHARER * v.m_tile * grid / left
-            hiding = alone * whole * self.cycles[whole] * self.step_pieces / self.clock * 1e6
-            fix_up += m_tiles * max(0.0, adding - SHARES_HIDDEN * hiding)
-        return m_tiles * steps * self.step_pieces, rounds, fix_up
+            steps = steps * SPARSE_HYBRID
+        rounds = m_tiles * (full + (whole + left > 0))
+        sharers = grid / numpy.maximum(left, 1)
+        adding = SHARES_US + SHARES_PER_ROW_AND_SHARER * v.m_tile * sharers
+        hiding = alone * whole * cycles[whole] * self.step_pieces / self.clock * 1e6
+        shared = m_tiles * numpy.maximum(0.0, adding - SHARES_HIDDEN * hiding)
+        return (
+            m_tiles * steps * self.step_pieces,
+            rounds,
+            HYBRID_US + numpy.where(left > 0, shared, 0.0),
+        )
 
 
 def _cycles(v: Variant, busy: int, format_factor: float) -> float:

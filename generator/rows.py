@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy
 
 from generator import cost
 from generator.arch import GPUS, Arch
@@ -122,7 +125,7 @@ def measured_rows(measurements: list[Measurement], variants: frozenset[str]) -> 
 
     def comparable(x: Measurement) -> bool:
         choice = choices.get(_cell(x), x.geometry)
-        built = Geometry.parse(choice).with_format(*x.format).name in variants
+        built = _parsed(choice, x.format).name in variants
         return not built or (_cell(x), x.format, choice) in timed
 
     return _rows_of([x for x in best if comparable(x)])
@@ -160,16 +163,20 @@ def rows_of_fewer(
     """
     chosen = []
     mine = [g.with_format(*DEFAULT_FORMAT) for g in geometries if g.family == "hopper"]
+    mine_names = {v.name for v in mine}
     weights = _timed_weights(measurements, variants) if mine else {}
     for (sms, n, k), timed in weights.items():
-        gpu = reference_gpu(arch, sms)
-        for m in sorted({x.m for x in timed}):
-            here = [x for x in timed if x.m == m]
-            fastest = min(here, key=lambda x: x.decisive_us)
+        by_m = {m: [x for x in timed if x.m == m] for m in sorted({x.m for x in timed})}
+        fastest_of = {m: min(here, key=lambda x: x.decisive_us) for m, here in by_m.items()}
+        asked = list(dict.fromkeys([*mine, *map(_variant, fastest_of.values())]))
+        problems = [ProblemShape(m, n, k) for m in by_m]
+        told = cost.totals(asked, problems, reference_gpu(arch, sms)).T.tolist()
+        for (m, here), costs in zip(by_m.items(), told):
+            fastest, model = fastest_of[m], dict(zip(asked, costs))
             near = [v for v in mine if cost.sensible_rows(m, v.m_tile, LARGE_TILE)] or mine
-            told, *costs = cost.totals([_variant(fastest), *near], gpu)(ProblemShape(m, n, k))
-            us = {v.name: c * fastest.decisive_us / told for v, c in zip(near, costs)}
-            timed_here = {_variant(x).name: x for x in here if _variant(x) in mine}
+            scale = fastest.decisive_us, model[_variant(fastest)]
+            us = {v.name: model[v] * scale[0] / scale[1] for v in near}
+            timed_here = {_variant(x).name: x for x in here if _variant(x).name in mine_names}
             us |= {name: x.decisive_us for name, x in timed_here.items()}
             best = min(us, key=lambda name: us[name])
             geometry = Variant.parse(best).geometry().name
@@ -202,8 +209,9 @@ def rows_beyond(
     weights = _timed_at_most_rows(measurements, variants)
     for (sms, n, k), timed in weights.items():
         last, here = timed[0].m, [_variant(x) for x in timed]
-        totals = cost.totals(here, reference_gpu(arch, sms))
-        scale = [x.decisive_us / t for x, t in zip(timed, totals(ProblemShape(last, n, k)))]
+        gpu = reference_gpu(arch, sms)
+        told = cost.totals(here, [ProblemShape(last, n, k)], gpu)
+        scale = numpy.array([[x.decisive_us] for x in timed]) / told
         ns = sorted({b for a, b, _ in weights if a == sms})
         ks = sorted({c for a, b, c in weights if (a, b) == (sms, n)})
         reach = (_around(n, ns, REACH_N), _around(k, ks, REACH_K))
@@ -211,9 +219,8 @@ def rows_beyond(
         for low, high in itertools.pairwise((last, *steps)):
             end = None if high == steps[-1] else high
             # As in _corners: the first of the last step says nothing about all that is larger.
-            points = [totals(ProblemShape(m, n, k)) for m in ((low + 1, high) if end else (high,))]
-            costs = [[c * s for c, s in zip(p, scale)] for p in points]
-            choice = _cheapest(here, costs, None).geometry().name
+            points = [ProblemShape(m, n, k) for m in ((low + 1, high) if end else (high,))]
+            choice = here[_cheapest(cost.totals(here, points, gpu) * scale)].geometry().name
             source = f"{timed[0].source} at m={last}, beyond it the model"
             rows.append(DispatchRow(Range(low + 1, end), *reach, choice, source, sms=sms))
     return _merge(rows, "m")
@@ -254,7 +261,12 @@ def _cell(x: Measurement) -> tuple[int, int, int, int]:
 
 
 def _variant(x: Measurement) -> Variant:
-    return Geometry.parse(x.geometry).with_format(*x.format)
+    return _parsed(x.geometry, x.format)
+
+
+@functools.cache
+def _parsed(geometry: str, fmt: Format) -> Variant:
+    return Geometry.parse(geometry).with_format(*fmt)
 
 
 def _fastest(measurements: list[Measurement], variants: frozenset[str]) -> list[Measurement]:
@@ -366,22 +378,30 @@ def model_rows(
     choices: Choices = {}
     for m_range, m in _cells(m_steps, 2 * m_steps[-1], 0):
         near = [v for v in variants if cost.sensible_rows(m, v.m_tile, LARGE_TILE)] or variants
-        totals = cost.totals(near, gpu)
         for k_range, k in _cells(k_steps, BEYOND["k"], 1):
             # Both ends in k as well: what a split costs weighs more in shallow weights.
-            choice, depths = None, (k, round_up(max(k_range.lo, k // 4), BLOCK_DEPTH))
+            depths = (k, round_up(max(k_range.lo, k // 4), BLOCK_DEPTH))
+            open_cells, problems = [], []
             for n_range, n in _cells(n_steps, BEYOND["n"], 1):
                 cell = m_range, n_range, k_range
-                if any(earlier.get(cell) in names for earlier in ahead):
-                    choice = None
-                    continue
-                points = [
-                    ProblemShape(x, y, z, fmt[2], fmt[0], fmt[1], variants[0].sparse)
-                    for x, y in _corners(m_range, m, n_range, n)
-                    for z in depths
-                ]
-                choice = _cheapest(near, [totals(p) for p in points], choice)
-                choices[cell] = choice.geometry().name
+                said = any(earlier.get(cell) in names for earlier in ahead)
+                open_cells.append(None if said else cell)
+                if not said:
+                    problems += [
+                        ProblemShape(x, y, z, fmt[2], fmt[0], fmt[1], variants[0].sparse)
+                        for x, y in _corners(m_range, m, n_range, n)
+                        for z in depths
+                    ]
+            if not problems:
+                continue
+            costs = cost.totals(near, problems, gpu)
+            count = len(open_cells) - open_cells.count(None)
+            choice = None
+            parts = iter(numpy.split(costs, count, axis=1))
+            for cell in open_cells:
+                choice = None if cell is None else _cheapest(next(parts), choice)
+                if cell is not None:
+                    choices[cell] = near[choice].geometry().name
     rows = [DispatchRow(*cell, geometry, MODEL, sms=sms) for cell, geometry in choices.items()]
     for axis in "nkm":
         rows = _merge(rows, axis)
@@ -398,18 +418,15 @@ def _corners(m_range: Range, m: int, n_range: Range, n: int) -> list[tuple[int, 
     return [(m, n), (m, low_n), (m_range.lo, n), (m_range.lo, low_n)]
 
 
-def _cheapest(
-    variants: list[Variant], costs: list[list[float]], favourite: Variant | None
-) -> Variant:
-    """The variant that is least behind the best one, on average over the points of a cell."""
-    behind = [0.0] * len(variants)
-    for point in costs:
-        best = min(point)
-        behind = [b + c / best for b, c in zip(behind, point)]
-    best = min(behind)
-    if favourite is not None and behind[variants.index(favourite)] <= TOLERANCE * best:
+def _cheapest(costs: numpy.ndarray, favourite: int | None = None) -> int:
+    """Which variant is least behind the best one, on average over the points of a cell: of costs
+    [variants, points]. Ties: the first declared, or the favourite.
+    """
+    behind = sum((point / point.min() for point in costs.T), start=numpy.zeros(len(costs)))
+    best = behind.min()
+    if favourite is not None and behind[favourite] <= TOLERANCE * best:
         return favourite
-    return variants[behind.index(best)]  # ties: the first declared
+    return int(behind.argmin())
 
 
 def _merge(rows: list[DispatchRow], axis: str) -> list[DispatchRow]:
