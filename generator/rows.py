@@ -33,7 +33,8 @@ LEAST_US, MOST_US = 1e-3, 1e9
 # more can be a wave more; along k little changes.
 REACH_N = 1.02
 REACH_K = 1.5
-REACH_M = 2  # a measurement at m decides for m / 2 < rows <= m, down to the next measured m
+REACH_M = 2  # a measurement at m decides for m / 2 < rows <= m, down to the next measured m; of a
+# Hopper kernel, down to the next step of M_STEPS_HOPPER, where another row tile may do better
 SMALLEST_TILE = 8  # rows
 
 
@@ -295,7 +296,7 @@ def _shape_rows(
         # Up to SMALLEST_TILE rows a kernel takes the same time: the format's own figure decides.
         between = max((m for m in known if m < x.m and x.m > SMALLEST_TILE), default=0)
         low = max(previous, between)
-        lo = 0 if low == 0 and x.m <= 16 else max(low, x.m // REACH_M) + 1
+        lo = 0 if low == 0 and x.m <= 16 else max(low, _reach_down(x)) + 1
         previous = x.m
         fmt = (
             {"dtype": x.dtype, "zeros": x.zeros, "group_size": x.group_size}
@@ -310,6 +311,13 @@ def _shape_rows(
         pending = DispatchRow(Range(lo, x.m), n, k, x.geometry, source, sms=x.sms, **fmt)
     if pending is not None:
         yield pending
+
+
+def _reach_down(x: Measurement) -> int:
+    """The most rows for which `x` says nothing."""
+    if not _variant(x).hopper:
+        return x.m // REACH_M
+    return max(step for step in (0, *M_STEPS_HOPPER) if step < x.m)
 
 
 def _around(x: int, all_x: list[int], reach: float) -> Range:

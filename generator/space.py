@@ -198,7 +198,7 @@ HOPPER = (
     Row("m96_n128k128_w2x1_p6_streamk_c1_mc2", ALL, "81-96, medium N: equal shares of K"),
     Row("m96_n128k128_w2x1_p6_split2_c1", ROOMY, "81-96, medium N: a cluster splits K"),
     Row("m96_n64k128_w1x2_p6_split2_c1", ROOMY, "81-96, few columns"),
-    Row("m96_n64k128_w1x2_p4_split2_c1", LARGEST, "few columns, zero points for 32"),
+    Row("m96_n64k128_w1x2_p4_split2_c1", LARGEST, "81-96, few columns, zero points for 32"),
     Row(
         "m112_n128k128_w2x1_p5_streamk_c1_mc2",
         NO_COLUMN_ZEROS,
