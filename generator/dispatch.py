@@ -11,14 +11,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy
 
 from generator.problem import ProblemShape
 from generator.space import ALL, Format
 from generator.variant import Geometry, Variant
-
-if TYPE_CHECKING:
-    import numpy
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -141,8 +139,6 @@ class DispatchTable:
         """The index of the first row for every cell of the grid that the rows' bounds cut shapes
         into; -1: none. Formats that see the same rows share one pass.
         """
-        import numpy  # here: a tenth of a second that build.py --list does not need
-
         axes, geometries = _Axes(self.rows), {row.geometry for row in self.rows}
         passes: dict[tuple[int, ...], list[Format]] = {}
         for fmt in self.formats():

@@ -17,7 +17,7 @@ import numpy
 
 from generator.arch import Gpu
 from generator.problem import BLOCK_COLUMNS, ProblemShape, ceil_div
-from generator.schedule import RASTER, SHARED_ACTIVATIONS
+from generator.schedule import RASTER, whole_passes
 from generator.variant import Variant
 
 START_US = 1.92  # gap between kernels and first data
@@ -168,11 +168,8 @@ class HopperModel:
         v, n_tiles = self.v, ceil_div(blocks, self.slots * self.v.multicast)
         tiles = m_tiles * n_tiles
         workers = numpy.minimum(self.sms // v.multicast, tiles * k_steps)
-        # schedule.whole_passes
-        passes, cut = numpy.divmod(tiles, workers)
-        activations = m_tiles * v.m_tile * k_steps * v.k_sm * 2
-        shared = (passes > 0) & (cut > 0) & (activations <= SHARED_ACTIVATIONS)
-        passes, cut = passes - shared, cut + shared * workers
+        passes = whole_passes(v, m_tiles, n_tiles, k_steps, workers)
+        cut = tiles - passes * workers
         sharers = numpy.maximum(1.0, workers / numpy.maximum(cut, 1))
         adding = RANGES_PER_VALUE * v.m_tile * v.n_sm * sharers
         near = numpy.minimum(m_tiles, RASTER) * v.m_tile * k_steps * v.k_sm * 2  # bytes of rows

@@ -389,26 +389,24 @@ def model_rows(
         for k_range, k in _cells(k_steps, BEYOND["k"], 1):
             # Both ends in k as well: what a split costs weighs more in shallow weights.
             depths = (k, round_up(max(k_range.lo, k // 4), BLOCK_DEPTH))
-            open_cells, problems = [], []
-            for n_range, n in _cells(n_steps, BEYOND["n"], 1):
-                cell = m_range, n_range, k_range
-                said = any(earlier.get(cell) in names for earlier in ahead)
-                open_cells.append(None if said else cell)
-                if not said:
-                    problems += [
-                        ProblemShape(x, y, z, fmt[2], fmt[0], fmt[1], variants[0].sparse)
-                        for x, y in _corners(m_range, m, n_range, n)
-                        for z in depths
-                    ]
-            if not problems:
+            cells = {(m_range, x, k_range): n for x, n in _cells(n_steps, BEYOND["n"], 1)}
+            asked = {
+                cell: [
+                    ProblemShape(x, y, z, fmt[2], fmt[0], fmt[1], variants[0].sparse)
+                    for x, y in _corners(m_range, m, cell[1], n)
+                    for z in depths
+                ]
+                for cell, n in cells.items()
+                if not any(earlier.get(cell) in names for earlier in ahead)
+            }
+            if not asked:
                 continue
-            costs = cost.totals(near, problems, gpu)
-            count = len(open_cells) - open_cells.count(None)
-            choice = None
-            parts = iter(numpy.split(costs, count, axis=1))
-            for cell in open_cells:
-                choice = None if cell is None else _cheapest(next(parts), choice)
-                if cell is not None:
+            costs = cost.totals(near, list(itertools.chain(*asked.values())), gpu)
+            costs_of = dict(zip(asked, numpy.split(costs, len(asked), axis=1)))
+            choice = None  # of the cell before, if it was asked about
+            for cell in cells:
+                choice = _cheapest(costs_of[cell], choice) if cell in asked else None
+                if choice is not None:
                     choices[cell] = near[choice].geometry().name
     rows = [DispatchRow(*cell, geometry, MODEL, sms=sms) for cell, geometry in choices.items()]
     for axis in "nkm":

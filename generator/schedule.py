@@ -146,12 +146,12 @@ def _grid(variant: Variant, tiles: int, k_steps: int, slots: int) -> int:
 
 
 def whole_passes(variant: Variant, m_tiles: int, n_tiles: int, k_steps: int, workers: int) -> int:
-    """Passes of stream-K in which each of `workers` takes a whole tile; it cuts the others."""
+    """Passes of stream-K in which each of `workers` takes a whole tile; it cuts the others. Of
+    many problems, if these are arrays.
+    """
     passes, rest = divmod(m_tiles * n_tiles, workers)
     activations = m_tiles * variant.m_tile * k_steps * variant.k_sm * 2
-    if passes and rest and activations <= SHARED_ACTIVATIONS:
-        passes -= 1
-    return passes
+    return passes - ((passes > 0) & (rest > 0) & (activations <= SHARED_ACTIVATIONS))
 
 
 def owner_steps(cut: int, k_steps: int, workers: int) -> int:
