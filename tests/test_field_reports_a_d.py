@@ -583,8 +583,8 @@ def test_d68_the_work_of_a_build_is_bounded(tables):
     toolchain = pytest.importorskip("generator.toolchain")
     assert toolchain.default_jobs({"MAX_JOBS": "1"}) == 1
     for arch in ("sm_80", "sm_86", "sm_89", "sm_90a"):
-        # One small file each, of 1.4 s: ten minutes on two cores (docs/performance.md).
-        assert len(dispatch.load_table(tables / arch).kernels) <= 640
+        # One small file each, of 1.3 s: ten minutes on two cores (docs/performance.md).
+        assert len(dispatch.load_table(tables / arch).kernels) <= 720
     assert len(library.SOURCES) <= 8
 
 
