@@ -444,8 +444,17 @@ HOPPER_MUTATIONS = (
         shape=(8, 200, 1536),
     ),
     _one(
+        "first barriers used before their initialisation is published",
+        *(HKERNEL, "mbarrier_init_fence();\n}", "}"),
+        *(HOPPER, "mbarrier"),
+    ),
+    _one(
         "barriers used before their initialisation is published",
-        *(HKERNEL, "mbarrier_init_fence();", ""),
+        *(
+            HKERNEL,
+            "mbarrier_init_fence();\n  if constexpr (C::kCluster)",
+            "if constexpr (C::kCluster)",
+        ),
         *(HOPPER, "mbarrier"),
     ),
     _one(

@@ -105,6 +105,7 @@ MORE = [
     "w4a16_hopper_bf16z_g64_m8_n128k256_w2x1_p4_hybrid_c2",
     "w4a16_hopper_f16_g128_m32_n128k128_w2x1_p4_dp_c1_mc2",
     "w4a16_hopper_bf16_g32_m16_n256k256_w4x1_p3_hybrid_c1_mc4",
+    "w4a16_hopper_f16_g128_m16_n256k256_w4x1_p4_dp_c1_mc4",  # four CTAs, stages in halves
     "w4a16_hopper_f16_g128_m256_n64k128_w1x2_p2_dp_c1",  # two k groups: no running scale
     "w4a16_hopper_f16_g64_m8_n64k128_w1x4_p4_dp_c1",  # sums of activations: one producer of each
     "w4a16_hopper_bf16_g64_m40_n64k128_w1x4_p8_split2_c1",  # two of each, four k groups

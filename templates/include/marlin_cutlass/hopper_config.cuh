@@ -156,7 +156,7 @@ struct HopperConfig {
   static_assert(!kSparse || (is_sparse_group(kGroupSize) && !kZeros_), "sparse: group_size 64, 128 or -1, symmetric");
   static_assert(kDecomposition != Decomposition::kStriped, "the Hopper family calls contiguous ranges stream_k");
   static_assert(kPartialStages == 0 || (kStageChunks > 0 && !kCluster), "a stage holds a chunk of every warpgroup");
-  static_assert(!kFirstInHalves || kMulticast <= 2, "each CTA of a cluster loads a half of the activations");
+  static_assert(!kFirstInHalves || kMulticast == 1 || kMulticast % 2 == 0, "what a CTA of a cluster loads lies in one half of the activations");
   static_assert(!kRunningScale || kRowBlocks == 1, "running scale: one unit for all sums of a warpgroup");
 
   using Work = WorkLoop<kDecomposition, kSplit, kMulticast>;
